@@ -3,7 +3,7 @@
 Each configuration is trained for three steps by two real ranks (gloo, forked), in the engine of a
 run, with a hook under PyTorch's CPU allocator (``allocations.c``, compiled and preloaded) that
 counts every byte it holds; the most at a time is the measured peak. Beside it the plan's
-prediction, the formula of ``llmx.plan.memory``, DeepSpeed's estimators and ``accelerate
+prediction, DeepSpeed's estimators and ``accelerate
 estimate-memory``. Published in docs/development/predictions.md.
 """
 
@@ -422,32 +422,27 @@ def answer_of_rank(case: Case, root: Path, rank: int, port: int, out: Path) -> N
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
     }  # fmt: skip
     os.environ.update({name: str(value) for name, value in place.items()})
-    from llmx.compose.task_rules import drawn_samples, loss_logits
+    from llmx.compose.task_rules import drawn_samples
     from llmx.plan import make_plan
     from llmx.plan.knowledge import Knowledge
     from llmx.train.engine.process_group import join_process_group
 
     exp = experiment_of(case, root)
-    plan = make_plan(exp, Knowledge(logits=loss_logits(exp), drawn=drawn_samples(exp)))
+    plan = make_plan(exp, Knowledge(drawn=drawn_samples(exp)))
     join_process_group(plan)
     (out / f"{rank}.json").write_text(json.dumps(measured(exp, plan, rank)))
 
 
 def answer_predicted(case: Case, root: Path, out: Path) -> None:
-    from llmx.compose.task_rules import drawn_samples, loss_logits
+    from llmx.compose.task_rules import drawn_samples
     from llmx.plan import make_plan
     from llmx.plan.knowledge import Knowledge
 
     exp = experiment_of(case, root)
-    plan = make_plan(exp, Knowledge(logits=loss_logits(exp), drawn=drawn_samples(exp)))
+    plan = make_plan(exp, Knowledge(drawn=drawn_samples(exp)))
     found = predicted(exp, plan)
-    formula = None
-    if plan.memory:
-        of_rank = plan.memory[0]
-        formula = of_rank.total_gib - of_rank.context_gib + of_rank.host_gib / case.world
     answer = {
         "predicted": found,
-        "formula": formula and formula * 2**30,
         "others": others(exp, plan, found["parameters"], case.vocab * 384),
     }
     (out / "predicted.json").write_text(json.dumps(answer))
@@ -491,9 +486,9 @@ def write_table(found: list[dict[str, Any]]) -> None:
         sizes = one["measured"]["host"], one["predicted"]["host"]
         return " / ".join(f"{size / 2**20:.1f}" for size in sizes) if any(sizes) else ""
 
-    rows, errors, others_errors = [], [], {"formula": [], "deepspeed": [], "accelerate": []}
+    rows, errors, others_errors = [], [], {"deepspeed": [], "accelerate": []}
     for one in found:
-        real, others = one["measured"]["peak"], {"formula": one["formula"], **one["others"]}
+        real, others = one["measured"]["peak"], one["others"]
         errors.append(one["predicted"]["peak"] / real - 1)
         for name, values in others_errors.items():
             if others.get(name):
@@ -521,9 +516,8 @@ def write_table(found: list[dict[str, Any]]) -> None:
         "RAM`: of it what an offload has there between steps, measured / predicted. `accelerate`: "
         "four times the weights.",
         "",
-        "| configuration | measured | predicted | error | in host RAM | formula | DeepSpeed "
-        "| accelerate |",
-        "|---|---|---|---|---|---|---|---|",
+        "| configuration | measured | predicted | error | in host RAM | DeepSpeed | accelerate |",
+        "|---|---|---|---|---|---|---|",
         *rows,
     ]
     write_result("plan_validation", "Predicted against measured peak memory of a rank", lines)
@@ -577,10 +571,9 @@ def main() -> None:
             real, mine = found["measured"]["peak"], found["predicted"]["peak"]
             error = mine / real - 1
             errors.append(abs(error))
-            formula = found["formula"] / real - 1 if found["formula"] else float("nan")
             print(
                 f"{case.name:42} {real / 2**20:8.1f} MiB {mine / 2**20:8.1f} {error:+7.1%} "
-                f"{found['predicted']['moment']:14} formula {formula:+7.1%} "
+                f"{found['predicted']['moment']:14} "
                 + " ".join(f"{n} {v / real - 1:+.0%}" for n, v in found["others"].items())
                 + f" {time.monotonic() - started:.0f} s",
                 flush=True,

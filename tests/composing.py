@@ -20,6 +20,7 @@ from llmx.compose.hydra_config import register_defaults
 from llmx.compose.overrides import resolve_alias
 from llmx.config import experiment_from_dict
 from llmx.config.groups import CONF, GROUPS
+from llmx.lifecycle.knowledge import informed
 
 
 def _chooses_an_option(override: Override) -> bool:
@@ -55,3 +56,8 @@ def composed(overrides: list[str], *, run_dir: Path | str = "/runs/test") -> Com
     """Composed, completed, validated and planned."""
     exp = experiment_from_dict(values(overrides, run_dir=run_dir))
     return plan_experiment(*complete(exp))
+
+
+def planned(overrides: list[str], *, run_dir: Path | str = "/runs/test") -> Composed:
+    """The same with traces, where a test has them (``made_up_traces``), and choices by them."""
+    return informed(composed(overrides, run_dir=run_dir), choose=True)

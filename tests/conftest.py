@@ -77,6 +77,18 @@ def _environment() -> Iterator[None]:
 
 
 @pytest.fixture
+def made_up_traces(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Plans have a memory, without a process that traces a network."""
+    from tests import made_up_traces
+
+    monkeypatch.setenv("LLMX_TRACES", "on")
+    monkeypatch.setenv("LLMX_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr("llmx.lifecycle.knowledge.ask", made_up_traces.answers)
+
+
+@pytest.fixture
 def golden() -> Callable[[str, str], None]:
     """Compare text with a file under ``tests/golden``; a difference prints the diff."""
 

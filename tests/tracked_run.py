@@ -25,7 +25,7 @@ START_S = 1_900_000_000.0
 def plan() -> Plan:
     """Two ranks on this machine, 8 samples of 128 tokens each."""
     host = HostPlan("localhost", "127.0.0.1", 22, None, None, 2, "cpu", None, True)
-    memory = MemoryPlan("cpu", 0.01, 0.01, 0.02, 0.05, 0.01, 0.0, 0.3, 0.0, 0.0)
+    memory = MemoryPlan("cpu", 0.01, 0.01, 0.02, 0.06, 0.0, 0.3, 0.0, 0.0)
     return Plan(
         hosts=(host,),
         ranks=(RankPlan(0, 0, "cpu", 8), RankPlan(1, 0, "cpu", 8)),

@@ -75,7 +75,7 @@ def planned(words: Words) -> Composed:
 
     composed = composed_line(words)
     check_inputs(composed)
-    return informed(composed, make=True, choose=True)
+    return informed(composed, variants=True, choose=True)
 
 
 def composed_line(words: Words) -> Composed:

@@ -23,7 +23,6 @@ from typing import Any
 from llmx.compose.networks import network_of, with_network
 from llmx.compose.task_rules import (
     drawn_samples,
-    loss_logits,
     model_sources,
     specs,
     specs_beside,
@@ -116,7 +115,6 @@ def _with_task(knowledge: Knowledge, exp: Experiment) -> Knowledge:
         knowledge,
         local_names=local_names([*exp.hardware.hosts, *exp.rollout.servers]),
         beside=_beside(exp),
-        logits=loss_logits(exp),
         drawn=drawn_samples(exp),
     )
 

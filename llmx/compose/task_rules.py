@@ -24,7 +24,7 @@ from llmx.config.tasks import TaskDefaults, shipped_tasks
 from llmx.errors import ConfigError
 from llmx.plan.geometry import model_geometry
 from llmx.plan.rollout_time import ROWS
-from llmx.plan.types import SUMMED, DrawnSamples
+from llmx.plan.types import DrawnSamples
 from llmx.run.metrics.completions import declare
 from llmx.run.metrics.declared import check_checkpoint_metric
 
@@ -202,13 +202,6 @@ def specs_beside(exp: Experiment) -> dict[str, Any]:
     bases = importlib.import_module("llmx.models.spec").are_bases(networks, exp.adapter, exp.model)
     main = next(name for name, spec in networks.items() if spec.trained)
     return {name: spec for name, spec in networks.items() if name != main and name not in bases}
-
-
-def loss_logits(exp: Experiment) -> str:
-    """The demand of the task's loss on the output head (``Task.logits``); of a task of the user's
-    own, cross entropy is assumed."""
-    logits: str = getattr(task_class(exp.task.kind), "logits", SUMMED)
-    return logits
 
 
 def model_sources(task: TaskConfig) -> dict[str, str]:

@@ -1,10 +1,9 @@
-"""Gathers what a plan rests on beside its experiment: traces of the micro step, finished runs, the
-tokenizer.
+"""Gathers what a plan rests on beside its experiment: traces of the micro step, finished runs.
 
 A trace depends on the network, the task, its micro batch and what runs it; the same is never traced
-twice. It is made in a process of its own and kept in the cache. Where none can be had (a model that
-only the hosts have, code of the Hub, a task that cannot be run on fake tensors) the plan keeps its
-formula, and says so.
+twice. It is made in a process of its own, and kept in the cache and in the run directory. Where
+none can be had (a model that only the hosts have, code of the Hub, a task that cannot be run on
+fake tensors) the memory is unknown, and the plan says why.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from llmx.hardware.survey import version
 from llmx.lifecycle.learned import finished_runs
 from llmx.plan.choices import advice
 from llmx.plan.knowledge import Knowledge
-from llmx.plan.trace import NO_TRACES, StepTrace, TraceKey, Traces, wanted_traces
+from llmx.plan.trace import StepTrace, TraceKey, Traces, wanted_traces
 from llmx.plan.types import Plan
 from llmx.run.provenance.content import hub_commit
-from llmx.run.rundir import read_mapping, write_json
+from llmx.run.rundir import RunDir, read_mapping, write_json
 from llmx.run.scratch import PACKAGES, ask
 
 PROGRAM = "llmx.train.memory_trace"
@@ -50,61 +49,58 @@ ROUNDS = 4
 DEMO = Path(llmx.__file__).parent / "assets" / "demo" / "tokenizer"
 
 
-def informed(composed: Composed, *, make: bool, choose: bool = False) -> Composed:
+def informed(
+    composed: Composed, *, variants: bool = False, choose: bool = False, is_trial: bool = False
+) -> Composed:
     """Plan again with all that is known, with advice where the plan does not fit.
 
-    ``make``: have missing traces made, also of other ways to run it, for a plan that someone reads.
-    A launch takes what the cache knows, and does not wait. ``choose``: choose each value that the
-    config left to the plan again, by traces that are made in any case; ConfigError where nothing
-    fits.
+    ``variants``: trace also other ways to run it, for a plan that someone reads. ``choose``: choose
+    each value that the config left to the plan again; ConfigError where nothing fits. ``is_trial``:
+    the trials of a sweep choose alike, whatever those before have shown.
     """
     if choose and composed.asked is not None:
-        composed = _chosen(composed, composed.asked)
-    knowledge = gather(composed, make=make, variants=make)
+        composed = _chosen(composed, composed.asked, is_trial=is_trial)
+    knowledge = gather(composed, variants=variants)
     found = plan_experiment(composed.experiment, is_checked=True, knowledge=knowledge)
-    text = advice(found.experiment, found.plan, found.knowledge, allows=refusal)
+    known = found.knowledge
+    if not all(part.fits for part in found.plan.memory):
+        known = replace(known, traces=gather(found, variants=True).traces)
+    text = advice(found.experiment, found.plan, known, allows=refusal)
     plan = replace(found.plan, chosen=composed.plan.chosen, advice=text)
     return replace(found, plan=plan, asked=composed.asked)
 
 
-def _chosen(composed: Composed, asked: Experiment) -> Composed:
-    """Choose each ``auto`` of ``asked`` by what is known; as it is where nothing is."""
+def _chosen(composed: Composed, asked: Experiment, *, is_trial: bool) -> Composed:
+    """Choose each ``auto`` of ``asked`` by what is known."""
     without: list[Experiment] = []
     for _ in range(ROUNDS):
-        knowledge = gather(composed, make=True, variants=True)
-        if not knowledge.traces.found and not knowledge.runs:
-            break
+        knowledge = gather(composed, variants=True)
+        if is_trial:
+            knowledge = replace(knowledge, runs=())
         composed = plan_experiment(asked, knowledge=knowledge, without=without)
+        if composed.plan.chosen is not None and composed.plan.chosen.problem:
+            raise ConfigError(composed.plan.chosen.problem)
+        if not composed.plan.memory:
+            break
         # The choice is by bytes between two micro batches; this is the one that will run.
-        knowledge = gather(composed, make=True, variants=False)
+        knowledge = gather(composed, variants=False)
         exact = plan_experiment(composed.experiment, is_checked=True, knowledge=knowledge)
-        if all(part.fits or not part.traced for part in exact.plan.memory):
+        if all(part.fits for part in exact.plan.memory):
             break
         without.append(composed.experiment)
-    chosen = composed.plan.chosen
-    if chosen is not None and chosen.problem:
-        raise ConfigError(chosen.problem)
     return composed
 
 
-def gather(composed: Composed, *, make: bool, variants: bool) -> Knowledge:
-    """Everything that is known for a planned experiment. ``make``: missing traces are made;
-    ``variants``: also those of other ways to run it."""
+def gather(composed: Composed, *, variants: bool) -> Knowledge:
+    """Everything that is known for a planned experiment. ``variants``: also traces of other ways to
+    run it."""
     exp, plan, known = composed.experiment, composed.plan, finished_runs()
-    vocabulary = tokenizer_rows(exp.model.tokenizer or exp.model.path or "")
-    known = replace(known, vocabulary=vocabulary)
     if plan.balance is not None and plan.balance.pending:
         # By finished runs other micro batches than by the data sheets.
         plan = plan_experiment(exp, is_checked=True, knowledge=known).plan
-    return replace(known, traces=_traces(exp, plan, make=make, variants=variants))
-
-
-def _traces(exp: Experiment, plan: Plan, *, make: bool, variants: bool) -> Traces:
     if os.environ.get("LLMX_TRACES", "").lower() == "off":
-        return NO_TRACES
-    if not any(exp.hardware.devices[host.device].memory_gib for host in plan.hosts):
-        return Traces({}, "no device of the run has a known memory")
-    return find_traces(exp, plan, variants=variants, make=make)
+        return known
+    return replace(known, traces=find_traces(exp, plan, variants=variants))
 
 
 def tokenizer_rows(name: str, *, with_added: bool = True) -> int | None:
@@ -121,20 +117,21 @@ def tokenizer_rows(name: str, *, with_added: bool = True) -> int | None:
         return None
 
 
-def find_traces(exp: Experiment, plan: Plan, *, variants: bool, make: bool) -> Traces:
-    """Read the traces from the cache; ``make``: make the missing ones."""
+def find_traces(exp: Experiment, plan: Plan, *, variants: bool) -> Traces:
+    """Read the traces from the run directory and the cache; make the missing ones."""
     keys = wanted_traces(exp, plan, alternatives=variants)
-    traces: dict[TraceKey, StepTrace] = {}
-    problem = ""
-    answers: dict[TraceKey, dict[str, Any]] = {}
     places = {key: _cached(exp, plan, key) for key in keys}
-    missing = []
-    for key, path in places.items():
-        try:
-            answers[key] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            missing.append(key)
-    if missing and make:
+    of_run = read_mapping(RunDir(Path(exp.run_dir)).traces) if exp.run_dir else {}
+    answers: dict[TraceKey, dict[str, Any]] = {
+        key: answer
+        for key, place in places.items()
+        if (answer := of_run.get(place.stem) or read_mapping(place))
+    }
+    problem = ""
+    missing = [key for key in keys if key not in answers]
+    if missing and exp.model.trust_remote_code:
+        problem = "code of the Hub, which only the ranks run"
+    elif missing:
         new_answers = _trace(exp, plan, missing)
         if new_answers is None:
             problem = f"the process that traces it gave no answer within {TIME_LIMIT_S:.0f} s"
@@ -143,12 +140,24 @@ def find_traces(exp: Experiment, plan: Plan, *, variants: bool, make: bool) -> T
             with contextlib.suppress(OSError):  # else it is traced again
                 places[key].parent.mkdir(parents=True, exist_ok=True)
                 write_json(places[key], answer)
+    traces: dict[TraceKey, StepTrace] = {}
     for key, answer in answers.items():
         try:
             traces[key] = StepTrace.from_dict(answer["trace"])
         except (KeyError, TypeError, ValueError):
             problem = problem or str(answer.get("problem", "the answer in the cache is damaged"))
     return Traces(traces, problem)
+
+
+def keep_traces(composed: Composed) -> None:
+    """Write the traces of a run into its directory: a resume and the supervisor read them."""
+    exp, plan, found = composed.experiment, composed.plan, composed.knowledge.traces.found
+    answers = {
+        fingerprint(exp, plan, key): {"key": asdict(key), "trace": trace.to_dict()}
+        for key, trace in found.items()
+    }
+    if answers:
+        write_json(RunDir(Path(exp.run_dir)).traces, answers)
 
 
 def _trace(exp: Experiment, plan: Plan, keys: Sequence[TraceKey]) -> list[dict[str, Any]] | None:
@@ -165,8 +174,6 @@ def _trace(exp: Experiment, plan: Plan, keys: Sequence[TraceKey]) -> list[dict[s
             for key in keys
         ],
     }
-    if exp.model.trust_remote_code:  # code of the Hub, which only the ranks run
-        return None
     answers: list[dict[str, Any]] | None = ask(
         PROGRAM, json.dumps(job), timeout_s=TIME_LIMIT_S, python_path=code_roots(exp.task)
     )
@@ -174,7 +181,13 @@ def _trace(exp: Experiment, plan: Plan, keys: Sequence[TraceKey]) -> list[dict[s
 
 
 def _cached(exp: Experiment, plan: Plan, key: TraceKey) -> Path:
-    """Named after all that the trace depends on."""
+    root = Path(os.environ.get("LLMX_CACHE") or "~/.cache/llmx").expanduser()
+    return root / "traces" / f"{fingerprint(exp, plan, key)}.json"
+
+
+def fingerprint(exp: Experiment, plan: Plan, key: TraceKey | None = None) -> str:
+    """32 hex digits of all that a trace depends on; without ``key``, that all traces of a network
+    have in common."""
     package, code = Path(llmx.__file__).parent, hashlib.sha256()
     for name in (*CODE, f"tasks/{exp.task.kind}.py"):
         with contextlib.suppress(OSError):  # a task of the user's own is not there
@@ -192,11 +205,9 @@ def _cached(exp: Experiment, plan: Plan, key: TraceKey) -> Path:
         "data": [exp.data.seq_len, exp.data.layout, exp.data.packing],
         "task": [exp.task.kind, exp.task.options],
         "run": [plan.precision, plan.accelerator],
-        "key": asdict(key),
+        "key": key and asdict(key),
         "packages": {name: version(name) for name in (*PACKAGES, "peft")},
         "code": code.hexdigest(),
     }  # fmt: skip
     text = json.dumps(parts, sort_keys=True, default=str)
-    name = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-    root = Path(os.environ.get("LLMX_CACHE") or "~/.cache/llmx").expanduser()
-    return root / "traces" / f"{name}.json"
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]

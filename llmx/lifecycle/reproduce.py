@@ -27,7 +27,7 @@ from llmx.config.rollout_rules import with_rollout_hosts
 from llmx.errors import ConfigError, LlmxError
 from llmx.hardware.resolve import resolve_hardware
 from llmx.lifecycle.hosts import hosts_then_and_now, of_this_machine
-from llmx.lifecycle.knowledge import informed
+from llmx.lifecycle.knowledge import informed, keep_traces
 from llmx.lifecycle.resume.changes import (
     PLACES,
     Change,
@@ -85,7 +85,7 @@ def run(words: Words) -> int:
     old_plan = plan_of(run, exp)
     new, changed = next_experiment(exp, old_plan, words, target=target.root, to_step=to_step)
     composed = keep_choice(plan_experiment(new), old_plan, {change.key for change in changed})
-    composed = informed(composed, make=False)
+    composed = informed(composed)
     new = composed.experiment
     print(f"reproducing {run.root}\n       into {target.root}")
     then = _record_of(run)
@@ -159,6 +159,7 @@ def _start(run: RunDir, target: RunDir, words: Words, composed: Composed) -> int
     snapshot.write(
         new, plan, composed.ds_config, overrides=words_of_run, environment=environment, parent=run
     )
+    keep_traces(composed)
     if skipped:
         # What the run passed over when it diverged, it passes over again.
         write_resume(target, step=None, skip_steps=sorted(skipped), attempt=1)

@@ -14,7 +14,7 @@ from llmx import text as human
 from llmx.compose.complete import Composed, check_paths, refusal
 from llmx.compose.task_rules import training_notes
 from llmx.errors import ConfigError, RunFailed
-from llmx.lifecycle.knowledge import informed
+from llmx.lifecycle.knowledge import informed, keep_traces
 from llmx.lifecycle.learned import learn
 from llmx.lifecycle.preflight import check_inputs
 from llmx.plan.choices import compared
@@ -122,14 +122,12 @@ def _written(composed: Composed, *, overrides: list[str]) -> LaunchSpec:
     run = snapshot.write(
         exp, plan, composed.ds_config, overrides=overrides, environment=environment
     )
+    keep_traces(composed)
     return write_launch_files(exp, plan, run)
 
 
 def _checked(composed: Composed, *, is_trial: bool, stream: TextIO) -> Composed:
-    """A run that can be launched, planned with all that is known; prints what the plan has chosen.
-
-    Trials of a sweep choose by the formula: none of them waits, and alike ones choose alike.
-    """
+    """A run that can be launched, planned with all that is known; prints what was chosen."""
     from llmx.launch import check_launch
 
     if is_trial and composed.experiment.launch.slurm.submit:
@@ -148,8 +146,8 @@ def _checked(composed: Composed, *, is_trial: bool, stream: TextIO) -> Composed:
         check_packages(composed.experiment.tracking)
     notes = check_inputs(composed)
     # A trial of a sweep is one of many, and read by nobody.
-    make = composed.experiment.dry_run and not is_trial
-    composed = informed(composed, make=make, choose=not is_trial)
+    variants = composed.experiment.dry_run and not is_trial
+    composed = informed(composed, variants=variants, choose=True, is_trial=is_trial)
     chosen = composed.plan.chosen
     if chosen is not None and not composed.experiment.dry_run:
         print(f"auto: {' '.join(chosen.words)}: {chosen.problem or chosen.reason}", file=stream)

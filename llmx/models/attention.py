@@ -130,14 +130,22 @@ def model_inputs(
     elif method.isolation == "mask" and needs_mask(segments, causal=method.causal):
         arguments["attention_mask"] = _mask(to_device(segments, device), method, dtype)
     # position_ids are given always: OPT would otherwise count them from the attention mask.
-    counted = method.isolation != "cu_seq_lens" and int(segments.max()) <= 1
-    if counted and device.type != "cpu":  # CPU runs keep what they have computed, to the bit
+    if (
+        method.isolation != "cu_seq_lens"
+        and _fast_without_mask(device)
+        and int(segments.max()) <= 1
+    ):
         # Where they restart, be it in the padding, transformers makes a mask [B, 1, T, T], which
         # each layer keeps. One row a line needs none: nothing looks at the padding at its right.
         on_device = torch.arange(ids.shape[1], device=device).expand(ids.shape[0], -1)
     else:
         on_device = to_device(positions, device)
     return {"input_ids": to_device(ids, device), "position_ids": on_device, **arguments}, labels
+
+
+def _fast_without_mask(device: torch.device) -> bool:
+    """CPU runs keep what they have always computed, to the bit."""
+    return device.type != "cpu"
 
 
 def _bound_arguments(

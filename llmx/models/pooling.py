@@ -57,13 +57,14 @@ def pooled(hidden: torch.Tensor, segment_ids: torch.Tensor, pooling: str) -> tor
             padding.
         pooling: of ``POOLINGS``.
     """
-    flat = hidden.reshape(segment_ids.numel(), -1)
-    numbers = sequence_numbers(segment_ids)[0].reshape(-1)
-    real = numbers >= 0
+    lines, length = segment_ids.shape
+    flat = hidden.reshape(lines * length, -1)
+    real = segment_ids.reshape(-1) > 0
     if not bool(real.any()):
         return without_rows(flat.float())
     # Each sequence is a stretch of the tokens that are no padding.
-    _, counts = torch.unique_consecutive(numbers[real], return_counts=True)
+    of_line = segment_ids.to(torch.long) + torch.arange(lines)[:, None] * (length + 1)
+    _, counts = torch.unique_consecutive(of_line.reshape(-1)[real], return_counts=True)
     places = torch.nonzero(real).squeeze(1)
     stops = torch.cumsum(counts, 0)
     if pooling == MEAN:
@@ -180,9 +181,11 @@ def pooled_tokens(
     As in transformers: the last that is not ``pad_id``, the ``pad_token_id`` of the config; the
     last one where the config has none.
     """
-    by_token, count = sequence_numbers(segment_ids)
-    numbers, places = by_token.reshape(-1), torch.arange(by_token.numel())
-    real = counted = numbers >= 0
+    by_line = segment_ids.max(dim=1).values.to(torch.long)
+    before = torch.cumsum(by_line, 0) - by_line
+    numbers = (before[:, None] + segment_ids - 1).reshape(-1)
+    places, count = torch.arange(len(numbers)), int(by_line.sum())
+    real = counted = segment_ids.reshape(-1) > 0
     if input_ids is not None and pad_id is not None:
         counted = real & (input_ids.reshape(-1) != pad_id)
     ends = torch.full((count,), len(numbers)), torch.full((count,), -1)

@@ -49,13 +49,8 @@ class AdapterSize:
     """The small matrices."""
     trained: int
     """The added ones and the modules of the model that are trained whole."""
-    activations: int
-    """Elements that all layers together keep for a token, beside those of the plain model."""
-    trains_head: bool
     quantized: int = 0
     """Frozen weights that are kept in 4 bits."""
-    unpacked: int = 0
-    """Weights of the largest of these layers, which is in 16 bits while it is used."""
 
 
 def network_modules(model: ModelConfig) -> Modules | None:
@@ -83,13 +78,10 @@ def adapter_size(model: ModelConfig, adapter: AdapterConfig) -> AdapterSize | No
         return None
     targets = adapter.targets
     names = list(modules.linear) if ALL_LINEAR in targets else matching(modules.linear, targets)
-    added = kept_elements = 0
+    added = 0
     for name in names:
         width_in, width_out = modules.linear[name]
         added += adapter.rank * (width_in + width_out) + (width_out if adapter.dora else 0)
-        # What comes out of the first matrix, and what goes into it where dropout makes a copy.
-        kept_elements += adapter.rank + (2 * width_in if adapter.dropout else 0)
-        kept_elements += 2 * width_out if adapter.dora else 0
     whole_modules = list(adapter.modules_to_save)
     if added_tokens(model):
         whole_modules += ["lm_head", next(iter(modules.others))]
@@ -98,15 +90,12 @@ def adapter_size(model: ModelConfig, adapter: AdapterConfig) -> AdapterSize | No
         modules.others[name] if name in modules.others else _product(modules.linear[name])
         for name in saved
     )
-    head = any(is_named(name, "lm_head") for name in saved)
-    packed = [
+    quantized = sum(
         _product(widths)
         for name, widths in modules.linear.items()
         if adapter.quantize != "none" and name not in saved
-    ]
-    return AdapterSize(
-        added, added + saved_size, kept_elements, head, sum(packed), max(packed, default=0)
     )
+    return AdapterSize(added, added + saved_size, quantized)
 
 
 def trained_parameters(model: ModelConfig, adapter: AdapterConfig) -> int | None:

@@ -3,7 +3,7 @@
 
 ZeRO options x activation checkpointing x micro batches. Each of them is a plan of its own
 (``make_plan``: its batch, its sums, its buckets, its share of the adapter), with the memory of the
-traced micro step where that is known. They stand in the order of their predicted time, which
+traced micro step. They stand in the order of their predicted time, which
 ``llmx.plan.step_time`` alone knows.
 
 ``python -m llmx plan zero=auto model=llama3_8b hardware=a100x8``
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from llmx import text as human
 from llmx.config.fields import AUTO
-from llmx.config.schema import AdapterConfig, Experiment, ZeroConfig
+from llmx.config.schema import Experiment, ZeroConfig
 from llmx.errors import ConfigError
 from llmx.plan.balance import sample_fs
 from llmx.plan.batch import MAX_GLOBAL_BATCH
@@ -154,20 +154,20 @@ def lacks_ram(plan: Plan) -> str:
 
 def planned(exp: Experiment, name: str, knowledge: Knowledge) -> Choice | None:
     """A variant of the experiment that ``knowledge`` is of; None where it cannot be planned, or was
-    not traced where others were. ``cost`` is seconds a token."""
+    not traced. ``cost`` is seconds a token."""
     try:
         plan = make_plan(exp, knowledge)
     except ConfigError:  # its batch cannot be cut so
         return None
-    if not plan.memory or (knowledge.traces.found and not plan.memory[0].traced):
+    if not plan.memory:
         return None
     return Choice(name, exp, plan, 1 / tokens_per_s(exp, plan))
 
 
 def choices(exp: Experiment, knowledge: Knowledge, *, allows: Allows = no_rules) -> list[Choice]:
     """ZeRO stages and offloads x activation checkpointing x micro batches, each planned; the
-    fastest first; those of them that were traced, where anything was. Without those that the rules
-    refuse, and micro batches that no rank can fill."""
+    fastest first. Without those that were not traced or that the rules refuse, and micro batches
+    that no rank can fill."""
     option = option_of(exp.zero)
     zeros = {name: _plain_zero(exp.zero, values) for name, values in OPTIONS.items()}
     zeros[option] = exp.zero
@@ -182,16 +182,10 @@ def choices(exp: Experiment, knowledge: Knowledge, *, allows: Allows = no_rules)
 
 
 def compared(exp: Experiment, plan: Plan, knowledge: Knowledge, *, allows: Allows) -> list[Choice]:
-    """The ``choices`` of a table beside the plan, by traces where its own memory is; empty where no
-    device has a known memory."""
+    """The ``choices`` of a table beside the plan; empty where no device has a known memory."""
     if not any(part.capacity_gib for part in plan.memory):
         return []
-    return choices(exp, _covering(plan, knowledge), allows=allows)
-
-
-def _covering(plan: Plan, knowledge: Knowledge) -> Knowledge:
-    """The knowledge to compare a plan's variants by: without traces where they do not cover it."""
-    return knowledge if plan.memory and plan.memory[0].traced else knowledge.by_formula
+    return choices(exp, knowledge, allows=allows)
 
 
 def _all(
@@ -251,7 +245,6 @@ def advice(exp: Experiment, plan: Plan, knowledge: Knowledge, *, allows: Allows 
     where it fits."""
     if all(part.fits for part in plan.memory):
         return ""
-    knowledge = _covering(plan, knowledge)
     candidates = choices(exp, knowledge, allows=allows)
     if not candidates:  # not even the plan itself can be planned again
         return LARGER_DEVICES
@@ -302,16 +295,12 @@ def next_steps(least: Choice, knowledge: Knowledge, allows: Allows = no_rules) -
     if larger is not None:
         hosts = len(larger.experiment.hardware.hosts)
         steps.append(f"{hosts} such hosts instead of {len(plan.hosts)} (zero={larger.zero})")
-    if exp.adapter.kind == "none" and not exp.model.freeze and exp.model.init == "pretrained":
-        formula = planned(exp, least.zero, knowledge.by_formula)
-        adapted = replace(exp, adapter=AdapterConfig(kind="lora", targets=["all-linear"]))
-        choice = planned(adapted, least.zero, knowledge.by_formula)
-        # The formula may see less than the trace: what only it promises is no advice.
-        if formula is not None and not formula.fits and choice is not None and choice.fits:
-            steps.append("adapter=lora, which trains little")
+    texts = [f"These fit by the plan: {'; '.join(steps)}; or devices with more memory."]
     if not steps:
-        return LARGER_DEVICES
-    return f"These fit by the plan: {'; '.join(steps)}; or devices with more memory."
+        texts = [LARGER_DEVICES]
+    if exp.adapter.kind == "none" and not exp.model.freeze and exp.model.init == "pretrained":
+        texts.append("adapter=lora trains little, and takes less (it was not planned).")
+    return " ".join(texts)
 
 
 def _on_more_hosts(
@@ -431,10 +420,9 @@ def choose(
     """
     keys = auto_keys(exp)
     plain = first_allowed(exp, allows)
-    plan = make_plan(plain, knowledge.by_formula)
+    plan = make_plan(plain, knowledge)
     options = zero_options(exp.zero) if ZERO in keys else {option_of(exp.zero): exp.zero}
-    unknown = _unknown(plan)
-    if unknown:
+    if unknown := _unknown(plan, knowledge):
         name = next(name for name, zero in options.items() if zero == plain.zero)
         why = f"nothing could be compared: {unknown}. These are the defaults"
         return plain, ChosenPlan(keys, _words(Choice(name, plain, plan, 1.0), keys), why)
@@ -461,8 +449,6 @@ def choose(
         if run not in runs:
             runs.add(run)
             candidates.append(choice)
-    if not candidates and knowledge.traces.found:  # of another device, or one that took too long
-        return choose(exp, knowledge.by_formula, allows=allows, without=without)
     refused = _by_setting(allows)
     ordered = _in_order([choice for choice in candidates if not refused(choice)])
     if candidates and not ordered:
@@ -534,8 +520,7 @@ def _why(best: Choice, fitting: Sequence[Choice], num_planned: int) -> str:
         rank = f"within {SURELY_FASTER - 1:.0%} of the fastest, and simpler,"
     return (
         f"{rank} by the plan of {len(fitting)} that fit, of {num_planned}: "
-        f"{human.gib(part.total_gib)} of {human.gib(part.capacity_gib)} GiB on {part.device}, by "
-        f"{'the real micro step' if part.traced else 'the formula'}"
+        f"{human.gib(part.total_gib)} of {human.gib(part.capacity_gib)} GiB on {part.device}"
     )
 
 
@@ -547,10 +532,11 @@ def _typed(keys: Sequence[str]) -> str:
     return " ".join(f"{key}=auto" for key in keys)
 
 
-def _unknown(plan: Plan) -> str:
+def _unknown(plan: Plan, knowledge: Knowledge) -> str:
     """Why nothing can be compared; empty where it can."""
     if not plan.memory:
-        return "the size of the model's architecture is not known on this machine"
+        problem = knowledge.traces.problem
+        return f"the memory of a step is not known{f' ({problem})' if problem else ''}"
     for part in plan.memory:
         if not part.capacity_gib:
             return (

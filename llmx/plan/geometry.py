@@ -15,7 +15,7 @@ from llmx.config.schema import ModelConfig
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes that the memory and time model reads."""
+    """The sizes that the time model reads."""
 
     num_parameters: int
     hidden_size: int
@@ -25,7 +25,6 @@ class Geometry:
     """Width of keys (and of values): heads of K x head width."""
     vocab_size: int
     num_heads: int = 1
-    num_kv_heads: int = 1
     query_size: int = 0
     """Width of queries: heads x head width. Not always ``hidden_size`` (Qwen3)."""
     block: str = "llama"
@@ -37,11 +36,6 @@ class Geometry:
     """Its attention has no kernel that keeps no scores."""
     qk_norm: bool = False
     """Queries and keys are normalised (Qwen3)."""
-    dropout: bool = False
-    """Whether the outputs of attention and of the feed-forward network have dropout."""
-    activation_tensors: int = 1
-    """The memory that the activation keeps for the backward pass, in tensors of the intermediate
-    size: ReLU its result, GELU its input too, GPT-2's own form of GELU five."""
     num_looked_up: int = 0
     """Parameters of embeddings (of positions, too), which multiply nothing; a tied one multiplies
     as the head."""
@@ -128,7 +122,7 @@ def _llama(config: dict[str, Any], multiple: int, *, qk_norm: bool = False) -> G
     return Geometry(
         embeddings + layers * layer + hidden,
         hidden, ffn, layers, kv, vocab,
-        num_heads=heads, num_kv_heads=kv // head, query_size=query, qk_norm=qk_norm,
+        num_heads=heads, query_size=query, qk_norm=qk_norm,
         num_looked_up=0 if config.get("tie_word_embeddings") else vocab * hidden,
     )  # fmt: skip
 
@@ -144,12 +138,10 @@ def _gpt2(config: dict[str, Any], multiple: int) -> Geometry:
     ffn = int(config.get("n_inner") or 4 * hidden)
     layer = 4 * hidden * hidden + 2 * hidden * ffn + 9 * hidden + ffn
     total = vocab * hidden + positions * hidden + layers * layer + 2 * hidden
-    heads, dropout = int(config.get("n_head") or 12), float(config.get("resid_pdrop", 0.1)) > 0
     return Geometry(
         total, hidden, ffn, layers, hidden, vocab,
-        num_heads=heads, num_kv_heads=heads, query_size=hidden, block="gpt2", dropout=dropout,
+        num_heads=int(config.get("n_head") or 12), query_size=hidden, block="gpt2",
         num_looked_up=positions * hidden,
-        activation_tensors=2 if config.get("activation_function") == "gelu" else 5,
     )  # fmt: skip
 
 
@@ -168,10 +160,9 @@ def _opt(config: dict[str, Any], multiple: int) -> Geometry:
     )
     total += 2 * hidden if last_norm else 0
     heads = int(config.get("num_attention_heads") or 12)
-    dropout = float(config.get("dropout", 0.1)) > 0
     return Geometry(
         total, hidden, ffn, layers, hidden, vocab,
-        num_heads=heads, num_kv_heads=heads, query_size=hidden, block="opt", dropout=dropout,
+        num_heads=heads, query_size=hidden, block="opt",
         num_looked_up=(positions + 2) * hidden,
     )  # fmt: skip
 
@@ -188,9 +179,8 @@ def _bert(config: dict[str, Any], multiple: int, *, keeps_scores: bool = False) 
     return Geometry(
         (vocab * hidden + untied) + looked_up + layers * layer + 2 * hidden + head,
         hidden, ffn, layers, hidden, vocab,
-        num_heads=heads, num_kv_heads=heads, query_size=hidden, block="bert", causal=False,
-        dropout=float(config.get("hidden_dropout_prob", 0.1)) > 0, keeps_scores=keeps_scores,
-        num_looked_up=looked_up + untied, activation_tensors=2,
+        num_heads=heads, query_size=hidden, block="bert", causal=False,
+        keeps_scores=keeps_scores, num_looked_up=looked_up + untied,
     )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
 """Everything that a plan rests on beside the experiment. Pure; ``llmx.lifecycle.knowledge`` gathers
-it, and a plan without it takes formulas and data sheets."""
+it. Without it the memory of a plan is unknown, and speeds are those of data sheets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from llmx.config.addresses import LOCAL_NAMES
@@ -12,7 +12,7 @@ from llmx.config.schema import Experiment
 from llmx.plan.learned import Observation, contexts_gib, known_of
 from llmx.plan.step_time import LearnedSpeeds
 from llmx.plan.trace import NO_TRACES, Traces
-from llmx.plan.types import SUMMED, DrawnSamples, NetworkBeside, Plan
+from llmx.plan.types import DrawnSamples, NetworkBeside, Plan
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,14 @@ class Knowledge:
     """Names and addresses of this machine; a host among them needs no ssh."""
     beside: tuple[NetworkBeside, ...] = ()
     """Networks of the task beside the one that is exported."""
-    logits: str = SUMMED
-    """The logits that the loss of the task needs (``Task.logits``)."""
     drawn: DrawnSamples | None = None
     """The samples that the task generates in a step; None where it reads them."""
     traces: Traces = NO_TRACES
-    """The real micro step on fake tensors; where they do not cover a plan, the formula counts."""
+    """The real micro step on fake tensors."""
     runs: tuple[Observation, ...] = ()
     """Finished runs, the oldest first."""
     runs_file: str = ""
     """The path of their file, for a person."""
-    vocabulary: int | None = None
-    """Rows that the tokenizer needs; None: not known."""
 
     @cached_property
     def contexts_gib(self) -> Mapping[str, float]:
@@ -44,11 +40,6 @@ class Knowledge:
     def learned(self, exp: Experiment, plan: Plan) -> LearnedSpeeds:
         """The speeds that finished runs have shown for a plan."""
         return known_of(self.runs, exp, plan, path=self.runs_file)
-
-    @property
-    def by_formula(self) -> Knowledge:
-        """The same without traces."""
-        return replace(self, traces=NO_TRACES)
 
 
 NO_KNOWLEDGE = Knowledge()

@@ -32,7 +32,7 @@ from llmx.plan.by_device import RECOMPUTED, checkpointing_by_device, checkpointi
 from llmx.plan.ds_config import bucket_sizes
 from llmx.plan.geometry import Geometry, model_geometry
 from llmx.plan.knowledge import NO_KNOWLEDGE, Knowledge
-from llmx.plan.memory import before_training_gib, memory_of, predict_memory, samples_of
+from llmx.plan.memory import before_training_gib, memory_of, samples_of
 from llmx.plan.rollout_time import ROWS, server_problem
 from llmx.plan.step_time import (
     LearnedSpeeds,
@@ -65,11 +65,7 @@ USED_FLOPS = 0.4e12
 
 
 def make_plan(exp: Experiment, knowledge: Knowledge = NO_KNOWLEDGE) -> Plan:
-    """Plan a validated experiment whose hardware is resolved (``kind: static``).
-
-    Batch, precision and sums of gradients follow from formulas alone, so that a run does not depend
-    on what this machine has traced or seen; memory, time and storage from ``knowledge``.
-    """
+    """Plan a validated experiment whose hardware is resolved (``kind: static``)."""
     hardware, beside = exp.hardware, knowledge.beside
     local_names = knowledge.local_names
     hosts = tuple(_host(host, local_names) for host in hardware.hosts)
@@ -84,7 +80,7 @@ def make_plan(exp: Experiment, knowledge: Knowledge = NO_KNOWLEDGE) -> Plan:
     precision, reason = choose_precision(exp.precision, computing_hosts, hardware.devices)
     placed = [index for index, host in enumerate(hosts) for _ in range(host.slots)]
     shape = model_geometry(exp.model)
-    num_parameters, num_trained = _sizes(exp, shape, beside)
+    num_parameters, num_trained = _sizes(exp, shape, beside, knowledge.traces)
     peaks = [hardware.devices[hosts[at].device].peak_tflops.get(precision, 0.0) for at in placed]
     checkpointing = checkpointing_by_device(exp)
     plan = Plan(
@@ -102,7 +98,6 @@ def make_plan(exp: Experiment, knowledge: Knowledge = NO_KNOWLEDGE) -> Plan:
         total_steps=exp.task.steps,
         num_trained=num_trained,
         beside=beside,
-        logits=knowledge.logits,
         attention=tuple(
             (name, attention_for(exp.model, exp.data, hardware.devices[name], precision, shape))
             for name in hosts_by_device
@@ -112,32 +107,32 @@ def make_plan(exp: Experiment, knowledge: Knowledge = NO_KNOWLEDGE) -> Plan:
     )
 
     def fits(device: str, micro_batch: int) -> bool:
+        """Whether a micro batch has room on a type of device in a step that sums several."""
         alike = [rank for rank in plan.ranks if rank.device == device]
-        ranks = tuple(replace(rank, micro_batch=micro_batch) for rank in alike)
-        return all(part.fits for part in _memory(exp, replace(plan, ranks=ranks), shape, ""))
+        sums = choose_grad_accum(exp.zero, precision, accumulation=2)
+        trial = replace(
+            plan,
+            ranks=tuple(replace(rank, micro_batch=micro_batch) for rank in alike),
+            batch=replace(plan.batch, accumulation=2),
+            grad_accum_dtype=sums,
+        )
+        return all(part.fits for part in _memory(exp, trial, knowledge))
 
     batch, balance = _batch(exp, plan, shape, fits=fits, learned=knowledge.learned(exp, plan))
     ranks = tuple(replace(rank, micro_batch=batch.micro_batches[rank.rank]) for rank in plan.ranks)
-    plan = replace(plan, batch=batch, balance=balance, ranks=ranks)
-    training = plan
-    grad_accum = choose_grad_accum(
-        exp.zero,
-        precision,
-        accumulation=batch.accumulation,
-        fits=lambda sums: all(part.fits for part in _memory(exp, training, shape, sums)),
-    )
-    plan = replace(plan, grad_accum_dtype=grad_accum, drawn=knowledge.drawn)
-    if plan.drawn is not None:
-        plan = replace(plan, drawn=_with_rows(exp, plan, plan.drawn, shape))
-    plan = replace(plan, memory=_memory(exp, plan, shape, grad_accum))
+    sums = choose_grad_accum(exp.zero, precision, accumulation=batch.accumulation)
+    plan = replace(plan, batch=batch, balance=balance, ranks=ranks, grad_accum_dtype=sums)
+    if knowledge.drawn is not None:
+        plan = replace(plan, drawn=_with_rows(exp, plan, knowledge.drawn, knowledge))
+    plan = replace(plan, memory=_memory(exp, plan, knowledge))
     plan = replace(plan, notes=tuple(_notes(exp, plan)))
-    plan = replace(plan, memory=_traced_memory(exp, plan, knowledge) or plan.memory)
     largest = max(plan.ranks, key=lambda rank: rank.micro_batch)
     trace = _trace_on(exp, plan, knowledge.traces, largest.device)
+    size = None if trace is None else ModelSize(trace.num_parameters, trace.num_trained)
     return replace(
         plan,
         time=_time(exp, plan, knowledge, trace, largest),
-        storage=plan_storage(exp, plan, size=_true_size(exp, plan, knowledge.vocabulary, trace)),
+        storage=plan_storage(exp, plan, size=size),
     )
 
 
@@ -147,8 +142,8 @@ def _trace_on(exp: Experiment, plan: Plan, traces: Traces, device: str) -> StepT
     return traces.get(plan.attention_on(device), checkpointing, size)
 
 
-def _traced_memory(exp: Experiment, plan: Plan, knowledge: Knowledge) -> tuple[MemoryPlan, ...]:
-    """The memory of each type of device by the traces; empty where they do not cover all."""
+def _memory(exp: Experiment, plan: Plan, knowledge: Knowledge) -> tuple[MemoryPlan, ...]:
+    """The memory of each type of device; empty where the traces do not cover all."""
     memory = []
     for name in plan.devices:
         trace = _trace_on(exp, plan, knowledge.traces, name)
@@ -163,50 +158,31 @@ def _time(
     exp: Experiment, plan: Plan, knowledge: Knowledge, trace: StepTrace | None, largest: RankPlan
 ) -> TimePlan:
     """The predicted time of a step: by what finished runs have shown, and by the FLOPs of a trace
-    where only that knows the size of the model."""
-    if plan.num_parameters or trace is None or not trace.flops:
-        return step_time(exp, plan, learned=knowledge.learned(exp, plan))
-    size, trained = trace.num_parameters, trace.num_trained
-    sized = replace(plan, num_parameters=size, num_trained=None if trained == size else trained)
-    model = on_device(exp, largest.device).model
-    tokens = largest.micro_batch * plan.batch.seq_len
-    return step_time(exp, sized, flops=traced_flops(trace, model, tokens=tokens))
-
-
-def _true_size(
-    exp: Experiment, plan: Plan, vocabulary: int | None, trace: StepTrace | None
-) -> ModelSize | None:
-    """The size of the model by its trace, else by the rows that the tokenizer needs of a model from
-    scratch; None: that of the plan."""
-    if trace is not None:
-        return ModelSize(trace.num_parameters, trace.num_trained)
-    before = model_geometry(exp.model)
-    if before is None or not vocabulary or exp.model.init != "scratch":
-        return None
-    model = replace(exp.model, resolved={**exp.model.network, "vocab_size": vocabulary})
-    shape = model_geometry(model)
-    if shape is None:
-        return None
-    num_parameters = plan.num_parameters - before.num_parameters + shape.num_parameters
-    trained = trained_parameters(model, exp.adapter) or shape.num_parameters
-    trained += sum(network.num_trained for network in plan.beside)
-    return ModelSize(num_parameters, trained)
+    where no geometry is known."""
+    flops = None
+    if model_geometry(exp.model) is None and trace is not None and trace.flops:
+        tokens = largest.micro_batch * plan.batch.seq_len
+        flops = traced_flops(trace, on_device(exp, largest.device).model, tokens=tokens)
+        return step_time(exp, plan, flops=flops)
+    return step_time(exp, plan, learned=knowledge.learned(exp, plan))
 
 
 def _sizes(
-    exp: Experiment, shape: Geometry | None, beside: Iterable[NetworkBeside]
+    exp: Experiment, shape: Geometry | None, beside: Iterable[NetworkBeside], traces: Traces
 ) -> tuple[int, int | None]:
     """``Plan.num_parameters`` and ``Plan.num_trained``."""
-    if shape is None:
+    if traces.found:
+        trace = next(iter(traces.found.values()))
+        num_parameters, trained = trace.num_parameters, trace.num_trained
+    elif shape is None:
         return 0, None
-    adapter, trained = (
-        adapter_size(exp.model, exp.adapter),
-        trained_parameters(exp.model, exp.adapter),
-    )
-    num_parameters = shape.num_parameters + (adapter.added if adapter else 0)
-    sizes = [(num_parameters, trained or num_parameters)]
-    sizes += [(network.num_parameters, n) for network in beside if (n := network.num_trained)]
-    num_parameters, trained = (sum(of_networks) for of_networks in zip(*sizes, strict=True))
+    else:
+        adapter = adapter_size(exp.model, exp.adapter)
+        num_parameters = shape.num_parameters + (adapter.added if adapter else 0)
+        of_main = trained_parameters(exp.model, exp.adapter) or num_parameters
+        sizes = [(num_parameters, of_main)]
+        sizes += [(network.num_parameters, n) for network in beside if (n := network.num_trained)]
+        num_parameters, trained = (sum(of_networks) for of_networks in zip(*sizes, strict=True))
     return num_parameters, None if trained == num_parameters else trained
 
 
@@ -265,32 +241,6 @@ def _master_addr(hardware: HardwareConfig, hosts: tuple[HostPlan, ...]) -> str:
     return hosts[0].address
 
 
-def _memory(
-    exp: Experiment, plan: Plan, shape: Geometry | None, grad_accum: str
-) -> tuple[MemoryPlan, ...]:
-    """The memory of each type of device by formula; empty where the geometry is not known."""
-    if shape is None:
-        return ()
-    return tuple(
-        predict_memory(
-            on_device(exp, name),
-            shape,
-            device_name=name,
-            device=exp.hardware.devices[name],
-            micro_batch=plan.micro_batch_on(name),
-            world_size=sum(host.slots for host in plan.hosts),
-            slots=plan.slots_on(name),
-            precision=plan.precision,
-            buckets=bucket_sizes(exp.model, exp.zero, plan.accelerator),
-            grad_accum_dtype=grad_accum,
-            beside=[network for network in plan.beside if not network.before_training],
-            logits=plan.logits,
-            samples=None if plan.rollout_hosts else samples_of(exp, plan),
-        )
-        for name in plan.devices
-    )
-
-
 def _notes(exp: Experiment, plan: Plan) -> Iterator[str]:
     hosts, trained = plan.hosts, exp.model.trained_dtype
     if problem := no_ranks_there(plan.accelerator):
@@ -324,15 +274,14 @@ def _notes(exp: Experiment, plan: Plan) -> Iterator[str]:
 
 
 def _with_rows(
-    exp: Experiment, plan: Plan, drawn: DrawnSamples, shape: Geometry | None
+    exp: Experiment, plan: Plan, drawn: DrawnSamples, knowledge: Knowledge
 ) -> DrawnSamples:
-    """Limit the completions at once to what the devices that draw have room for, whole groups; by
-    formula, since samples must not depend on what this machine has traced."""
+    """Limit the completions at once to what the devices that draw have room for, whole groups."""
 
     def fits(rows: int) -> bool:
         trial = replace(plan, drawn=replace(drawn, rows=rows))
         servers = _servers_gib(exp, trial)
-        ranks = _memory(exp, trial, shape, plan.grad_accum_dtype)
+        ranks = _memory(exp, trial, knowledge)
         return all(
             not has or needed <= ROOMY * has
             for needed, has in [
@@ -478,7 +427,7 @@ def _limit(micro_batch: int, fits: Callable[[int], bool]) -> int:
 def _of_beside(exp: Experiment, plan: Plan) -> Iterator[str]:
     """Notes about networks of unknown size, and those that are too large before training."""
     for network in plan.beside:
-        if plan.memory and not network.num_parameters:
+        if network.before_training and plan.memory and not network.num_parameters:
             yield (
                 f"The memory of the model {network.name!r} of task={exp.task.kind} is not counted: "
                 "the size of its architecture is not known on this machine. Give a local directory "
@@ -545,22 +494,17 @@ def _without(
     return " and ".join(lacking or texts.values())
 
 
-def choose_grad_accum(
-    zero: ZeroConfig, precision: str, *, accumulation: int, fits: Callable[[str], bool]
-) -> str:
+def choose_grad_accum(zero: ZeroConfig, precision: str, *, accumulation: int) -> str:
     """The dtype in which gradients are summed over micro steps: ``fp32`` or ``precision``.
 
-    ``fits``: whether the run fits its devices with that. Raises ConfigError for what DeepSpeed
-    cannot do.
+    Raises ConfigError for what DeepSpeed cannot do.
     """
     dtype, stage = zero.grad_accum_dtype, zero.stage
     if dtype == "auto":
-        if precision == "fp32" or stage == 0:
-            return precision
         # A single micro step sums nothing; at stage 2 it takes no more memory all the same, since
-        # the update needs fp32 anyway.
-        useful = accumulation > 1 or stage == 2
-        return "fp32" if useful and fits("fp32") else precision
+        # the update needs fp32 anyway. DeepSpeed sums in the precision at stage 0.
+        useful = stage > 0 and (accumulation > 1 or stage == 2)
+        return "fp32" if useful else precision
     if dtype == "precision":
         return precision
     if dtype == "fp32" and precision != "fp32" and stage == 0:

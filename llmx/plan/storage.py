@@ -55,8 +55,8 @@ class ModelSize:
 
 
 def plan_storage(exp: Experiment, plan: Plan, *, size: ModelSize | None = None) -> StoragePlan:
-    """The storage of every host; hosts that take the same stand together. ``size``: of a model that
-    its trace or its tokenizer knows better than its config."""
+    """The storage of every host; hosts that take the same stand together. ``size``: of a traced
+    model, which is exact."""
     certain = 1.0 if size is not None else _certain(exp, plan.num_parameters)
     if size is None and plan.num_parameters:
         size = ModelSize(plan.num_parameters, plan.num_trained or plan.num_parameters)

@@ -161,6 +161,12 @@ class Traces:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    @classmethod
+    def from_dict(cls, answers: Mapping[str, Any]) -> Traces:
+        """The traces in the ``traces.json`` of a run."""
+        values = answers.values()
+        return cls({TraceKey(**one["key"]): StepTrace.from_dict(one["trace"]) for one in values})
+
     def get(self, attention: str, checkpointing: str, micro_batch: int) -> StepTrace | None:
         """The trace of this micro batch, or between those of two others: bytes are linear in it."""
         key = TraceKey(attention, checkpointing, micro_batch)
@@ -187,10 +193,11 @@ NO_TRACES = Traces({})
 
 
 def wanted_traces(exp: Experiment, plan: Plan, *, alternatives: bool) -> list[TraceKey]:
-    """The traces that a plan needs; ``alternatives``: also for what it might be instead."""
+    """The traces that a plan needs, two sizes where ranks take as much as fits; ``alternatives``:
+    also for what it might be instead."""
     attentions = dict.fromkeys(dict(plan.attention).values())
     used = dict.fromkeys((kind, checkpointing_on(exp, name)) for name, kind in plan.attention)
-    sizes = sorted({rank.micro_batch for rank in plan.ranks})
+    sizes = sorted({rank.micro_batch for rank in plan.ranks} | ({1} if plan.balance else set()))
     keys = [TraceKey(kind, setting, size) for kind, setting in used for size in sizes]
     if alternatives:
         two_sizes = {1, max([2, *sizes])}

@@ -150,7 +150,7 @@ class MemoryPlan:
     gradients_gib: float
     optimizer_gib: float
     activations_gib: float
-    logits_gib: float
+    """With logits and the loss."""
     buffers_gib: float
     context_gib: float
     host_gib: float
@@ -163,8 +163,6 @@ class MemoryPlan:
     """The memory that drawing samples needs beyond the most that training holds."""
     saves_host_gib: float = 0.0
     """RAM of one host for the copies that are written in the background."""
-    traced: bool = False
-    """From the real micro step on fake tensors, logits with the activations; else by formula."""
 
     @property
     def total_gib(self) -> float:
@@ -173,7 +171,6 @@ class MemoryPlan:
             + self.gradients_gib
             + self.optimizer_gib
             + self.activations_gib
-            + self.logits_gib
             + self.buffers_gib
             + self.context_gib
             + self.update_gib
@@ -438,10 +435,6 @@ class NetworkBeside:
     """The geometry of a network that is trained, which its activations follow from."""
 
 
-SUMMED, WHOLE, NO_LOGITS = "summed", "whole", "none"
-"""The logits that a loss needs from the output head (``llmx.tasks.Task.logits``)."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """Everything that is decided before a process is started."""
@@ -457,12 +450,12 @@ class Plan:
     transport: str
     master_addr: str
     num_parameters: int
-    """Parameters of all networks that are trained, with those of an adapter; 0 when the geometry is
-    not known before loading."""
+    """Parameters of all networks that are trained, with those of an adapter; 0 when it is not known
+    before loading."""
     peak_tflops: float
     """Sum over ranks at ``precision``; 0 when unknown. The denominator of MFU."""
     memory: tuple[MemoryPlan, ...]
-    """One a device type; empty when the geometry is not known."""
+    """One a device type; empty where no micro step was traced."""
     total_steps: int | None = None
     """Optimizer steps; None when it follows from the number of samples (``task.epochs``)."""
     notes: tuple[str, ...] = ()
@@ -476,8 +469,6 @@ class Plan:
     """The dtype in which gradients are summed over micro steps; empty: ``precision``."""
     beside: tuple[NetworkBeside, ...] = ()
     """Networks of the task that are not exported: frozen ones, and others that are trained."""
-    logits: str = SUMMED
-    """The logits that the loss needs."""
     attention: tuple[tuple[str, str], ...] = ()
     """(device type, implementation for packed rows), one each: ``varlen``, ``segments``, ..."""
 

@@ -6,6 +6,7 @@ launched, and refuses a directory that already contains a run:
     config.yaml        the whole resolved config, with ``schema_version``; read back and compared
     overrides.yaml     what the user typed
     plan.json          hosts, ranks, device and micro batch of each, steps, predicted memory
+    traces.json        traced micro steps, by which its memory was predicted; only where there are
     ds_config.json     what ``deepspeed.initialize`` gets: every value explicit, never "auto"
     provenance.json    code by file, commit and diff, packages, devices, variables, and cheap
                        fingerprints of data, tokenizer and model; ``config``: a hash of the values

@@ -54,6 +54,8 @@ class RunDir:
     """What each host has (Python, packages, NCCL, GPUs), of a run over several."""
     plan = _Inside("plan.json")
     """Hosts, ranks, batch, precision, memory."""
+    traces = _Inside("traces.json")
+    """The traced micro steps that the memory of the plan rests on."""
     ds_config = _Inside("ds_config.json")
     """What ``deepspeed.initialize`` gets."""
     signature = _Inside("signature.json")

@@ -29,6 +29,7 @@ from llmx.config.hardware_rules import hardware_problems
 from llmx.config.schema import FAILURES
 from llmx.errors import INTERRUPTED, ConfigError, LlmxError, RunFailed
 from llmx.launch import start_report, supervise
+from llmx.lifecycle.knowledge import informed
 from llmx.lifecycle.learned import learn
 from llmx.lifecycle.start import prepare, run_composed
 from llmx.observe.page.sweep import PAGE, write_report
@@ -275,7 +276,7 @@ class Runner:
         values = self._values.get(index) or self.compose(index, overrides)
         typed = self._named(trial, experiment_from_dict(dict(values)))
         on_cluster, problems = complete(typed)
-        composed = plan_experiment(self._on_first_slots(on_cluster, typed), problems)
+        composed = _informed(self._on_first_slots(on_cluster, typed), problems)
         exp = composed.experiment
         settings = self._agreed(exp)
         key = _key(exp, on_cluster)
@@ -318,7 +319,7 @@ class Runner:
                 return
             self._end_job(trial, job)
         if placed is not None:
-            on_slots = plan_experiment(_placed(on_cluster, typed, placed))
+            on_slots = _informed(_placed(on_cluster, typed, placed))
             attempt.plan = on_slots.plan
         rivals = [oom for oom, kind in self._out_of_memory if kind == _kind(placed)]
         too_much = impossible(on_slots.experiment, on_slots.plan) or needs_more(
@@ -413,7 +414,7 @@ class Runner:
         if trial.outcome == "oom":  # what did not fit there spares the larger ones there
             placed, plan = placed_at(on_cluster.hardware.hosts, trial.slots), composed.plan
             if placed is not None:
-                plan = plan_experiment(_placed(on_cluster, typed, placed)).plan
+                plan = _informed(_placed(on_cluster, typed, placed)).plan
             self._remember_oom(trial, composed, plan, placed)
         measure(trial)
         error: RunFailed | None = None
@@ -599,6 +600,11 @@ def _is_over(trial: Trial, settings: SweepConfig, halving: Halving | None) -> bo
     if halving is not None and trial.rungs and trial.outcome == "ok":  # to its next rung
         return False
     return trial.is_done or trial.outcome not in (settings.retry or FAILED)
+
+
+def _informed(exp: Experiment, problems: Sequence[str] = ()) -> Composed:
+    """The plan of a trial with its traces, by which it may be left out."""
+    return informed(plan_experiment(exp, problems), choose=True, is_trial=True)
 
 
 def _placed(on_cluster: Experiment, typed: Experiment, placed: Placed) -> Experiment:

@@ -23,8 +23,10 @@ from llmx import text as human
 from llmx.compose.complete import Composed, plan_experiment
 from llmx.config import Experiment, experiment_from_dict, to_dict
 from llmx.errors import ConfigError, LlmxError
+from llmx.lifecycle.knowledge import fingerprint, gather
 from llmx.plan.by_device import CHECKPOINTING, checkpointing_by_device
 from llmx.plan.choices import CHECKPOINTING_KEY, MICRO_BATCH, OPTIONS, ZERO, micro_batches
+from llmx.plan.knowledge import Knowledge
 from llmx.plan.step_time import tokens_per_s
 from llmx.plan.types import MemoryPlan
 from llmx.run.sweepdir import Trial
@@ -139,6 +141,7 @@ def plan_candidates(axes: Axes, compose: Compose, *, ram_gib: float) -> list[Can
         )
     candidates: list[Candidate] = []
     bases: dict[tuple[str, ...], tuple[Experiment, list[str]] | LlmxError] = {}
+    known: dict[str, Knowledge] = {}
     for values in itertools.product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
         words = {key: f"{key}={value}" for key, value in chosen.items()}
@@ -159,6 +162,10 @@ def plan_candidates(axes: Axes, compose: Compose, *, ram_gib: float) -> list[Can
                 raise base
             exp = with_values(base[0], {key: chosen[key] for key in DIRECT if key in chosen})
             planned = plan_experiment(exp, base[1])
+            network = fingerprint(planned.experiment, planned.plan)
+            if network not in known:
+                known[network] = replace(gather(planned, variants=True), runs=())
+            planned = plan_experiment(exp, is_checked=True, knowledge=known[network])
         except LlmxError as error:
             cause = f"refused: {str(error).splitlines()[0]}"
             candidates.append(replace(candidate, ruled_out=cause))

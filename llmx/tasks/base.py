@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from llmx.models.model import Batch, Model, Models, ModelSpec
 
 Normaliser = Literal["tokens", "examples", "batch"]
-Logits = Literal["summed", "whole", "none"]
 
 
 @dataclass(frozen=True)
@@ -167,12 +166,6 @@ class Task:
     normaliser: Normaliser = "tokens"
     """Where the weight of a step is known from: the target tokens or the examples of the data's
     index, or ``weight`` of its micro batches (one reduction a step)."""
-
-    logits: ClassVar[Logits] = "summed"
-    """Need of the loss for the output head, for the memory plan: ``summed`` is cross entropy alone
-    (``Model.cross_entropy``), which is computed together with the head where that is possible;
-    ``whole`` needs a value of every target (``log_probabilities``, ``of_logits``), and so its
-    logits in memory; ``none`` looks at no vocabulary."""
 
     loss_unit: ClassVar[str] = ""
     """The unit of the loss, for readers; empty where it has none."""

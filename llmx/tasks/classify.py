@@ -110,7 +110,6 @@ class Classify(Task):
     verbatim = True
     normaliser = "examples"
     Options = Options
-    logits = "none"
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         super().__init__(exp, tokenizer)

@@ -114,7 +114,6 @@ class Distill(OnlineTask):
     """One student is trained; the teacher has weights of its own."""
 
     Options = Options
-    logits = "whole"
     loss_unit = NATS
     takes: ClassVar[tuple[type, ...]] = (Conversation, Document)
     splits_documents = True

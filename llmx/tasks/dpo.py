@@ -96,7 +96,6 @@ class Dpo(JointTask):
 
     defaults = TaskDefaults(full=1e-6, adapter=1e-5)
     Options = Options
-    logits = "whole"
     takes: ClassVar[tuple[type, ...]] = (Preference, UnpairedPreference)
     columns = (Column(DESIRABLE, per="sequence", dtype="int8"),)
     loss_on = "last"

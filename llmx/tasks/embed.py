@@ -80,7 +80,6 @@ class Embed(JointTask):
 
     defaults = TaskDefaults(adapter=1e-4, batch=64)
     Options = Options
-    logits = "none"
     takes: ClassVar[tuple[type, ...]] = (TextPair,)
     columns = (Column(TEXT, per="sequence", dtype="int64"),)
     loss_on = "all"

@@ -276,7 +276,6 @@ class Grpo(OnlineTask):
     defaults = TaskDefaults(full=1e-6, adapter=1e-5)
     takes: ClassVar[tuple[type, ...]] = (Prompted, Conversation)
     Options: ClassVar[type | None] = Options
-    logits = "whole"
     loss_on = "last"
     corrects_staleness = True
 

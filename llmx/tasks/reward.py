@@ -44,7 +44,6 @@ class Reward(Task):
     normaliser = "examples"
     columns = (Column("margin", per="example"),)
     Options = Options
-    logits = "none"
 
     def encoding_identity(self) -> dict[str, Any]:
         """A version: no option decides the examples."""

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import json
 import os
@@ -39,7 +38,6 @@ from llmx.models.loss import micro_batch_loss
 from llmx.models.model import ModelSpec
 from llmx.models.sampling import Sampling
 from llmx.plan import ds_config, make_plan
-from llmx.plan.memory import step_bytes
 from llmx.plan.types import Plan
 from llmx.tasks.base import Accumulator
 from llmx.train.batches import Layout, Step, make_step
@@ -48,7 +46,6 @@ from llmx.train.engine.process_group import join_process_group
 from llmx.train.evaluation import evaluate_task
 from llmx.train.precompute import frozen_models
 from llmx.train.step import train_step
-from tests.live_memory import LiveMemory
 from tests.programs.leaving import run_and_leave
 from tests.programs.state import build, fp16_allowed, job_experiment, store_of, task_of, train
 from tests.reference import NEXT_TOKEN, SEQ_LEN, VOCABULARY, word_tokenizer
@@ -127,15 +124,6 @@ def growing_loss_scale(out: Path) -> Any:
             "scales": [scale, grown],
         }
     return answer
-
-
-MEMORY_JOBS = [
-    (1, "bf16", "bf16"),
-    (2, "fp32", "fp32"),
-    (2, "bf16", "fp32"),
-    (2, "fp16", "fp32"),
-    (3, "bf16", "fp32"),
-]
 
 
 def compiled_quickly(model: Any) -> None:
@@ -637,72 +625,6 @@ def precision_and_clipping(out: Path) -> Any:
 
 
 @check
-def step_memory(out: Path) -> Any:
-    """Bytes a parameter of the last backward pass and of the update: measured and predicted."""
-    answer = {}
-    for stage, precision, accum in MEMORY_JOBS:
-        job = {
-            "stage": stage,
-            "precision": precision,
-            "zero": {
-                "grad_accum_dtype": accum,
-                # So that gradients are all there is: buckets and gathered layers are small.
-                "reduce_bucket_size": 1000,
-                "allgather_bucket_size": 1000,
-                "prefetch_bucket_size": 0,
-                "param_persistence_threshold": 0,
-                "extra": scale_of(precision),
-            },
-            "config": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8},
-            "accumulation": 2,
-            "micro_batches": [1, 1],
-        }
-        answer[f"{stage}-{precision}-{accum}"] = memory_of(job, out)
-    return answer
-
-
-def memory_of(job: dict[str, Any], out: Path) -> dict[str, Any]:
-    with LiveMemory() as before:
-        before.everything()
-    with fp16_allowed(job):
-        made = built(job, out)
-        made.train(0, 2)
-    exp, engine, step = made.exp, made.engine, step_at(made, 2)
-    size = num_parameters(engine.module)
-    marks = {}
-    with fp16_allowed(job), LiveMemory() as memory:
-        memory.everything()
-
-        def before_update() -> None:
-            marks["backward"] = memory.peak
-            memory.restart()
-
-        train_step(engine, step, NEXT_TOKEN, world=WORLD, before_update=before_update)
-        marks["update"] = memory.peak
-    engine.engine.destroy()
-    shard = size / WORLD if job["stage"] else size
-    width = 4 if exp.precision == "fp32" else 2
-    foreseen = step_bytes(
-        exp.zero,
-        exp.optim,
-        size,
-        shard,
-        width=width,
-        accum=4 if exp.zero.grad_accum_dtype == "fp32" else 2,
-        bf16=exp.precision == "bf16",
-        cuda=False,
-    )
-    resting = width * (size if job["stage"] < 3 else shard) + (12 if width == 2 else 8) * shard
-    return {
-        "measured": {key: (value - before.live) / size for key, value in marks.items()},
-        "predicted": {
-            "backward": (resting + foreseen.gradients + foreseen.buffers) / size,
-            "update": (resting + foreseen.update) / size,
-        },
-    }
-
-
-@check
 def base_of_an_adapter(out: Path) -> Any:
     """How far a frozen model that is the trained one's base lies from a copy of its own, at first
     and after two steps; by stage, with and without activation checkpointing."""
@@ -802,7 +724,6 @@ def run_rank(rank: int, port: int, out: Path, names: list[str]) -> None:
 def main() -> None:
     out, names = Path(sys.argv[1]), sys.argv[2:] or list(CHECKS)
     pids, port = [], free_port()
-    gc.freeze()  # LiveMemory looks at what the checks make, not at all that was imported
     for rank in range(WORLD):
         pid = os.fork()
         if pid == 0:

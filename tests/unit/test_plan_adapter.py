@@ -31,8 +31,8 @@ from llmx.plan.adapter import (
     target_problems,
     trained_parameters,
 )
-from llmx.plan.memory import GIB, with_trained_size
-from llmx.plan.types import SUMMED, NetworkBeside, Plan
+from llmx.plan.memory import with_trained_size
+from llmx.plan.types import NetworkBeside, Plan
 from tests.composing import composed
 from tests.rundirs import PARITY_MODELS
 from tests.small_models import KINDS, small_model
@@ -112,19 +112,13 @@ def test_the_parameters_that_are_trained(kind: str, adapter: dict[str, Any]) -> 
     assert (plan.num_trained, plan.num_parameters) == (size.trained, before + size.added)
 
 
-def test_gradients_and_optimizer_are_those_of_what_is_trained() -> None:
+def test_flops_are_those_of_what_is_trained() -> None:
     words = ["model=llama2_7b", "hardware=a100x8", "batch.micro_batch=1", "zero=stage2"]
     whole = composed(words).plan
     lora = composed([*words, "adapter=lora"]).plan
     assert whole.num_trained is None
     assert lora.num_trained == 39_976_960
     assert lora.num_parameters == whole.num_parameters + lora.num_trained
-    memory = lora.memory[0]
-    assert memory.parameters_gib == pytest.approx(2 * lora.num_parameters / GIB)
-    assert memory.optimizer_gib == pytest.approx(12 * lora.num_trained / lora.world_size / GIB)
-    assert memory.gradients_gib < 0.2
-    assert whole.memory[0].gradients_gib > 1
-    assert memory.total_gib < whole.memory[0].total_gib / 1.5
     assert lora.time.flops == pytest.approx(whole.time.flops * 2 / 3, rel=0.02)
 
 
@@ -210,25 +204,6 @@ def test_a_bert_has_names_of_its_own() -> None:
 QLORA = ["model=llama2_7b", "hardware=a100x8", "adapter=qlora", "batch.micro_batch=1"]
 
 
-def test_weights_in_4_bits_are_counted() -> None:
-    words = [*QLORA, "zero=stage2"]
-    changes = (["adapter=lora"], [], ["adapter.double_quant=false"])
-    lora, qlora, plain = (composed([*words, *more]).plan for more in changes)
-    assert qlora.num_parameters == lora.num_parameters
-    assert qlora.num_trained == lora.num_trained
-    quantized = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
-    others = lora.num_parameters - quantized
-    found = [plan.memory[0].parameters_gib * GIB for plan in (lora, qlora, plain)]
-    assert found[0] == pytest.approx(2 * lora.num_parameters)
-    assert found[1] == pytest.approx(2 * others + quantized * (0.5 + 1 / 64 + 4 / 64 / 256))
-    assert found[2] == pytest.approx(2 * others + quantized * (0.5 + 4 / 64))
-    # One layer is unpacked at a time.
-    more = qlora.memory[0].activations_gib - lora.memory[0].activations_gib
-    assert more == pytest.approx(2 * 4096 * 11008 / GIB)
-    for part in ("gradients_gib", "optimizer_gib", "logits_gib"):
-        assert getattr(qlora.memory[0], part) == getattr(lora.memory[0], part)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -241,11 +216,12 @@ def test_where_4_bits_do_not_work(words: list[str], message: str) -> None:
         composed([*QLORA, *words])
 
 
+@pytest.mark.usefixtures("made_up_traces")
 def test_zero_3_is_not_advised_for_4_bits() -> None:
     words = ["zero=stage2_offload", "data.seq_len=4096", "batch.micro_batch=1"]
     more = ["model.activation_checkpointing=full", "hardware.devices.a100_80g.memory_gib=5"]
     found = composed([*QLORA, *words, *more])
-    said = " ".join(informed(found, make=False).plan.memory_warnings)
+    said = " ".join(informed(found).plan.memory_warnings)
     assert "expect it to run out of memory" in said
     assert "zero=stage3" not in said
 
@@ -271,28 +247,17 @@ MODEL = ["model=llama2_7b", "hardware=a800x2_n7", "precision=bf16", "data=file",
 
 def planned(*words: str) -> Plan:
     """Of a 7B model on a cluster; what ``plan.json`` keeps is all of it."""
-    plan = composed([*MODEL, *words]).plan
+    plan = informed(composed([*MODEL, *words])).plan
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     return plan
 
 
-def parts_of(ours: Plan, theirs: Plan, *names: str) -> list[float]:
-    """What one plan has of another one's memory, by name."""
-    found = [(getattr(ours.memory[0], n), getattr(theirs.memory[0], n)) for n in names]
-    return [one / other for one, other in found]
-
-
-GRADIENTS = ("gradients_gib", "optimizer_gib")
-
-
-def test_frozen_parameters_have_neither_gradients_nor_an_optimizer() -> None:
+def test_frozen_parameters_are_not_trained() -> None:
     whole = planned("zero=stage2")
     half = planned("zero=stage2", "model.freeze=['*.embed_tokens.*','*.layers.?.*']")
     assert whole.num_trained is None
     part = half.num_trained / half.num_parameters
     assert 0.6 < part < 0.7  # 22 of 32 layers, and the output head
-    assert parts_of(half, whole, *GRADIENTS) == pytest.approx([part] * 2, rel=1e-6)
-    assert half.memory[0].parameters_gib == whole.memory[0].parameters_gib
 
 
 @pytest.mark.parametrize(
@@ -314,11 +279,6 @@ LIVE = "task.options.reference=live"
 def test_a_live_reference_is_counted(stage: int) -> None:
     stored = planned("task=dpo", f"zero=stage{stage}")
     live = planned("task=dpo", f"zero=stage{stage}", LIVE)
-    more = live.memory[0].parameters_gib - stored.memory[0].parameters_gib
-    shards = live.world_size if stage == 3 else 1
-    assert more == pytest.approx(2 * live.num_parameters / shards / GIB)
-    assert live.memory[0].logits_gib > stored.memory[0].logits_gib
-    assert parts_of(live, stored, *GRADIENTS, "activations_gib") == [1, 1, 1]
     assert [one.name for one in live.beside] == ["reference"]
     assert stored.beside[0].before_training
     assert stored.beside[0].source is None
@@ -326,7 +286,6 @@ def test_a_live_reference_is_counted(stage: int) -> None:
 
 def test_a_reference_that_is_the_base_of_an_adapter_takes_nothing() -> None:
     stored, live = (planned("task=dpo", "adapter=lora", *words) for words in ([], [LIVE]))
-    assert live.memory == stored.memory
     assert live.beside == stored.beside == ()
     assert live.beside == ()
 
@@ -353,14 +312,11 @@ def test_a_teacher_is_counted_where_it_is_there(tmp_path: Path) -> None:
         (BILLION_13, str(tmp_path))
     ]
     assert live.time.computing_s > stored.time.computing_s
-    # At ZeRO-2 every rank holds it whole: 24 GiB of bf16.
-    without, beside = (distilled(tmp_path, "zero=stage2", words).memory[0] for words in how)
-    more = beside.parameters_gib - without.parameters_gib
-    assert more == pytest.approx(2 * BILLION_13 / GIB)
     hub = planned("task=distill", "task.options.teacher=owner/name")
     assert [(one.source, one.revision) for one in hub.beside] == [("owner/name", None)]
 
 
+@pytest.mark.usefixtures("made_up_traces")
 def test_a_teacher_that_does_not_fit_before_training_is_said(tmp_path: Path) -> None:
     large = {**TEACHER, "num_hidden_layers": 160}
     plan = distilled(tmp_path, "zero=stage2", config=large)
@@ -371,20 +327,8 @@ def test_a_teacher_that_does_not_fit_before_training_is_said(tmp_path: Path) -> 
     assert any("memory of the model 'teacher'" in one for one in unknown.warnings)
 
 
-def test_what_a_loss_asks_of_the_output_head() -> None:
-    many = "batch.micro_batch=16"
-    summed, whole, none = (planned(f"task={task}", many) for task in ("sft", "dpo", "reward"))
-    unfused = planned("task=sft", many, "model.fused_loss=false")
-    assert (summed.logits, whole.logits, none.logits) == ("summed", "whole", "none")
-    assert whole.memory[0].logits_gib > summed.memory[0].logits_gib
-    assert whole.memory[0].logits_gib == unfused.memory[0].logits_gib
-    assert none.memory[0].logits_gib == 0
-    assert summed.logits == SUMMED
-
-
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_value_model_is_trained_as_the_policy_is(stage: int) -> None:
-    """Gradients, optimizer and activations twice; a reference takes its weights alone."""
     words = [f"zero=stage{stage}", "task.options.beta=0"]
     alone = planned("task=grpo", *words)
     both = planned("task=ppo", *words, "task.options.group_size=8", "task.options.updates=1")
@@ -394,15 +338,12 @@ def test_a_value_model_is_trained_as_the_policy_is(stage: int) -> None:
     assert both.num_parameters == alone.num_parameters + value.num_parameters
     assert both.num_trained is None
     part = both.num_parameters / alone.num_parameters
-    assert parts_of(both, alone, *GRADIENTS) == pytest.approx([part] * 2, rel=1e-6)
-    assert parts_of(both, alone, "activations_gib", "logits_gib") == pytest.approx([2, 1])
     assert both.time.computing_s > 1.8 * alone.time.computing_s
     checkpoints = [plan.storage.checkpoint_bytes for plan in (both, alone)]
     assert checkpoints[0] == pytest.approx(part * checkpoints[1], rel=1e-3)
     assert both.storage.model_bytes == alone.storage.model_bytes, "the policy is exported"
     with_reference = planned("task=ppo", words[0])
     assert [network.num_trained > 0 for network in with_reference.beside] == [True, False]
-    assert with_reference.memory[0].optimizer_gib == both.memory[0].optimizer_gib
 
 
 def test_a_value_model_with_an_adapter_trains_its_head_whole() -> None:

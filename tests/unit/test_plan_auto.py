@@ -1,5 +1,5 @@
 """``auto``: the fastest that fits, as plain values with the reason; and what is said where nothing
-does. By the formula; that of traces is the same code (tests/unit/test_plan_trace.py)."""
+does. With made-up traces; of real ones: tests/unit/test_plan_trace.py."""
 
 from __future__ import annotations
 
@@ -26,16 +26,14 @@ from llmx.plan.learned import Observation
 from llmx.plan.types import Plan
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, read_json, write_json
-from tests.composing import composed, values
+from tests.composing import composed, planned, values
 
 ALL = ["zero=auto", "batch.micro_batch=auto", "model.activation_checkpointing=auto"]
 LLAMA = ["model=llama3_8b", "hardware=a100x8", "batch.global_batch=64", "data.seq_len=4096"]
 SMALL = ["hardware=cpu2", "batch.global_batch=16", "data.seq_len=128"]
 
 
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("made_up_traces")
 
 
 def values_of(found: Composed) -> dict[str, str]:
@@ -68,19 +66,19 @@ def test_auto_is_written_and_read_as_a_word() -> None:
 )
 def test_what_is_no_auto(word: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        composed([word])
+        planned([word])
 
 
 def test_a_step_must_have_a_size() -> None:
     words = ["batch.micro_batch=auto", "model=gpt2", "model.init=scratch", "hardware=h100x8"]
     for more in ([], ["batch.accumulation=4"]):
         with pytest.raises(ConfigError, match=r"Set batch\.global_batch=64 \(samples\), or batch"):
-            composed([*words, *more])
-    assert composed(["batch.micro_batch=auto", "batch.tokens_per_step=5e5", *LLAMA[:2]])
+            planned([*words, *more])
+    assert planned(["batch.micro_batch=auto", "batch.tokens_per_step=5e5", *LLAMA[:2]])
 
 
 def test_the_fastest_that_fits_as_plain_values() -> None:
-    found = composed([*ALL, *LLAMA])
+    found = planned([*ALL, *LLAMA])
     chosen = found.plan.chosen
     assert chosen.keys == ("zero", "model.activation_checkpointing", "batch.micro_batch")
     said = dict(word.split("=") for word in chosen.words)
@@ -88,7 +86,7 @@ def test_the_fastest_that_fits_as_plain_values() -> None:
     assert not auto_keys(found.experiment)
     assert all(part.fits for part in found.plan.memory)
     # Typed, the choice is the same run.
-    again = composed([*chosen.words, *LLAMA])
+    again = planned([*chosen.words, *LLAMA])
     assert again.experiment == found.experiment
     assert again.plan == dataclasses.replace(found.plan, chosen=None)
     assert Plan.from_dict(json.loads(json.dumps(found.plan.to_dict()))) == found.plan
@@ -100,45 +98,46 @@ def test_the_fastest_that_fits_as_plain_values() -> None:
 
 
 def test_what_is_set_stays_and_decides_with_it() -> None:
-    found = composed(["zero=auto", "batch.micro_batch=1", *LLAMA])
+    found = planned(["zero=auto", "batch.micro_batch=1", *LLAMA])
     assert found.experiment.batch.micro_batch == 1
     assert found.plan.chosen.keys == ("zero",)
     # No stage whose sums over micro steps have 16 bits only, where another fits.
     assert found.plan.batch.accumulation == 8
     assert found.plan.grad_accum_dtype == "fp32"
     assert found.experiment.zero.stage > 0
-    found = composed(["zero=auto", "zero.offload_optimizer=cpu", "zero.pin_memory=false", *LLAMA])
+    found = planned(["zero=auto", "zero.offload_optimizer=cpu", "zero.pin_memory=false", *LLAMA])
     zero = found.experiment.zero
     assert (zero.offload_optimizer, zero.pin_memory) == ("cpu", False)
-    only = composed(["model.activation_checkpointing=auto", "zero=stage1", *LLAMA])
-    assert only.experiment.zero.stage == 1
+    only = planned(["model.activation_checkpointing=auto", "zero=stage3", *LLAMA])
+    assert only.experiment.zero.stage == 3
 
 
 def test_rules_leave_out_what_they_refuse() -> None:
     """Stage 0 alone, where the optimizer keeps parts of matrices; not stage 3 with 4 bits."""
-    found = composed(["zero=auto", "optim=adafactor", "model=gpt2", "hardware=a100x8"])
+    found = planned(["zero=auto", "optim=adafactor", "model=gpt2", "hardware=a100x8"])
     assert found.experiment.zero.stage == 0
-    quantized = composed([*ALL, *LLAMA, "adapter=qlora"])
+    quantized = planned([*ALL, *LLAMA, "adapter=qlora"])
     assert quantized.experiment.zero.stage < 3
     with pytest.raises(ConfigError, match="optim.kind=adafactor"):
-        composed(["zero=auto", "zero.offload_optimizer=cpu", "optim=adafactor", "hardware=a100x8"])
+        planned(["zero=auto", "zero.offload_optimizer=cpu", "optim=adafactor", "hardware=a100x8"])
     with pytest.raises(ConfigError, match=r"optim\.lr=0: must be"):
-        composed(["zero=auto", "optim.lr=0"])
+        planned(["zero=auto", "optim.lr=0"])
 
 
 def test_unknown_memory_takes_the_defaults_and_says_so() -> None:
-    found = composed([*ALL, *SMALL])
-    plain = composed([*SMALL, "batch.micro_batch=1"])
+    found = planned([*ALL, *SMALL])
+    plain = planned([*SMALL, "batch.micro_batch=1"])
     assert found.experiment == plain.experiment
     assert "hardware.devices.cpu.memory_gib" in found.plan.chosen.reason
     assert "defaults" in found.plan.chosen.reason
-    unknown = composed([*ALL, "model=hf", "model.path=owner/name", *LLAMA[1:]])
-    assert "the size of the model's architecture is not known" in unknown.plan.chosen.reason
+    unknown = planned([*ALL, "model=hf", "model.path=owner/name", *LLAMA[1:]])
+    assert "the memory of a step is not known (not made up)" in unknown.plan.chosen.reason
 
 
 def test_declared_memory_of_cpu_ranks_is_held() -> None:
-    least = composed([*ALL, *SMALL, "hardware.devices.cpu.memory_gib=0.664"])
-    most = composed([*ALL, *SMALL, "hardware.devices.cpu.memory_gib=64"])
+    long = [*ALL, *SMALL, "data.seq_len=1024"]
+    least = planned([*long, "hardware.devices.cpu.memory_gib=0.672"])
+    most = planned([*ALL, *SMALL, "hardware.devices.cpu.memory_gib=64"])
     assert least.plan.memory[0].fits
     assert values_of(least)["model.activation_checkpointing"] == "full"
     assert values_of(most)["model.activation_checkpointing"] == "none"
@@ -162,7 +161,9 @@ def test_nothing_fits_one_message(tmp_path: Path) -> None:
 
 
 def problem_of(*words: str) -> str:
-    return composed([*words]).plan.chosen.problem
+    with pytest.raises(ConfigError) as error:
+        planned([*words])
+    return str(error.value)
 
 
 def test_the_next_step_is_planned() -> None:
@@ -174,12 +175,12 @@ def test_the_next_step_is_planned() -> None:
     # Another training, where nothing else is left.
     host = "hardware.hosts=[{name: localhost, slots: 8, device: a100_80g, memory_gib: 40}]"
     words = [*ALL[::2], *LLAMA[:2], host, "hardware.devices.a100_80g.memory_gib=16"]
-    assert "adapter=lora, which trains little" in problem_of(*words)
+    assert "adapter=lora trains little, and takes less (it was not planned)" in problem_of(*words)
 
 
 def test_what_was_set_may_be_what_does_not_fit() -> None:
     said = problem_of(ALL[2], *LLAMA[:2], "zero=stage0", "precision=fp32")
-    assert "The least memory has zero=stage0 model.activation_checkpointing=full" in said
+    assert "The least memory has zero=stage0 model.activation_checkpointing=" in said
     assert "These fit by the plan, the fastest first: zero=stage" in said
 
 
@@ -195,7 +196,7 @@ def test_a_launch_and_a_resume_say_what_was_planned_and_what_fits(
     monkeypatch.setattr("llmx.launch.supervise", lambda *_args, **_known: ended)
     stream = io.StringIO()
     run = tmp_path / "run"
-    run_composed(composed([*words, "dry_run=false"], run_dir=run), overrides=words, stream=stream)
+    run_composed(planned([*words, "dry_run=false"], run_dir=run), overrides=words, stream=stream)
     lines = [line[2:] for line in stream.getvalue().splitlines() if line.startswith("! ")]
     assert "expect it to run out of memory" in lines[0]
     assert "These fit by the plan, the fastest first: " in lines[1]
@@ -218,20 +219,20 @@ def test_what_runs_have_shown_decides_and_the_reason_says_so(
 ) -> None:
     monkeypatch.setenv("LLMX_LEARNED", "on")
     words = ["zero=auto", *SMALL, "batch.micro_batch=2", "hardware.devices.cpu.memory_gib=8"]
-    found = composed(words, run_dir=tmp_path / "run")
+    found = planned(words, run_dir=tmp_path / "run")
     assert found.plan.chosen is not None
-    assert informed(found, make=False, choose=True).experiment == found.experiment  # no run yet
+    assert informed(found, choose=True).experiment == found.experiment  # no run yet
     # ZeRO 3 has been seen to be ten times as fast.
     learned((1, 0.01), (3, 0.1))
-    chosen = informed(found, make=False, choose=True)
+    chosen = informed(found, choose=True)
     assert chosen.experiment.zero.stage == 3 != found.experiment.zero.stage
     assert f"; speeds learned from 1 run in {learned_file()}" in chosen.plan.chosen.reason
     # A trial of a sweep chooses as those beside it, whatever trials before it have shown.
     assert prepare(found, overrides=words).exp.zero.stage == found.experiment.zero.stage
     learned((1, 0.1), (3, 0.01))
-    assert informed(found, make=False, choose=True).experiment.zero.stage < 3
+    assert informed(found, choose=True).experiment.zero.stage < 3
     monkeypatch.setenv("LLMX_LEARNED", "off")
-    assert informed(found, make=False, choose=True).experiment == found.experiment
+    assert informed(found, choose=True).experiment == found.experiment
     assert "learned" not in found.plan.chosen.reason
 
 
@@ -239,7 +240,7 @@ def test_a_launch_keeps_the_choice_and_its_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*ALL, *SMALL, "hardware.devices.cpu.memory_gib=8"]
-    found = composed(words, run_dir=tmp_path / "run")
+    found = planned(words, run_dir=tmp_path / "run")
     launch = prepare(found, overrides=words)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("auto: ")]
     run = RunDir(tmp_path / "run")
@@ -254,17 +255,17 @@ def test_a_launch_keeps_the_choice_and_its_reason(
 
 
 def test_a_resume_keeps_what_was_chosen_until_it_changes() -> None:
-    found = composed([*ALL, *LLAMA])
-    planned = plan_experiment(found.experiment)
-    assert keep_choice(planned, found.plan, {"task.steps"}).plan == found.plan
+    found = planned([*ALL, *LLAMA])
+    again = plan_experiment(found.experiment, knowledge=found.knowledge)
+    assert keep_choice(again, found.plan, {"task.steps"}).plan == found.plan
     for key in ("zero.stage", "batch.micro_batch", "hardware.hosts"):
-        assert keep_choice(planned, found.plan, {key}).plan.chosen is None
+        assert keep_choice(again, found.plan, {key}).plan.chosen is None
 
 
 def test_the_plan_on_the_screen(tmp_path: Path) -> None:
     words = [*ALL, *LLAMA, "dry_run=true"]
     stream = io.StringIO()
-    run_composed(composed(words, run_dir=tmp_path / "run"), overrides=words, stream=stream)
+    run_composed(planned(words, run_dir=tmp_path / "run"), overrides=words, stream=stream)
     text = stream.getvalue()
     assert "chosen" in text
     assert "by the plan of" in " ".join(text.split())

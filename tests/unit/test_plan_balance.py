@@ -31,6 +31,7 @@ from llmx.plan.knowledge import Knowledge
 from llmx.plan.learned import Observation
 from llmx.plan.types import BalancePlan, BatchPlan, RankSpeed
 from tests.composing import composed
+from tests.composing import planned as traced
 from tests.effort import at_most
 
 SPEED = st.builds(
@@ -120,6 +121,7 @@ def test_no_other_split_is_faster(speeds, limit, total, same_steps, exchange, ov
         assert found == best_time
 
 
+@pytest.mark.usefixtures("made_up_traces")
 @pytest.mark.parametrize("zero", ["stage1", "stage2"])
 def test_sixteen_hosts_of_four_types_are_planned_at_once(zero: str) -> None:
     """The whole plan: memory by type, split, time and what hosts need."""
@@ -130,9 +132,11 @@ def test_sixteen_hosts_of_four_types_are_planned_at_once(zero: str) -> None:
     )
     words = ["model=llama3_8b", "model.activation_checkpointing=full", f"zero={zero}"]
     words += ["hardware=a100x2_v100x2", f"hardware.hosts=[{hosts}]", "data.seq_len=2048"]
-    exp = composed([*words, "batch.global_batch=4096", "batch.micro_batch=16"]).experiment
+    words += ["hardware.network_gbit_per_s=50"]
+    found = traced([*words, "batch.global_batch=4096", "batch.micro_batch=16"])
     with at_most(lines=500_000):
-        plan = make_plan(exp)
+        plan = make_plan(found.experiment, found.knowledge)
+    assert len(plan.memory) == 4
     assert plan.world_size == 128
     assert plan.time.step_s < 0.8 * plan.time.even_step_s
 

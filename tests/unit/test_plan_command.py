@@ -50,7 +50,7 @@ def shown(words: list[str]) -> str:
     return stream.getvalue()
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("here", "made_up_traces")
 def test_one_table_and_no_run_directory() -> None:
     prices = "hardware.price_per_hour={a100_80g: 2, h100_80g: 3}"
     text = shown([*SMALL, "hardware=a100x8,h100x8,cpu2", prices])

@@ -210,23 +210,22 @@ def test_a_run_teaches_the_next_plan_and_forgetting_is_deleting(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = composed(["hardware=cpu2", "zero=stage1"])
-    assert informed(done, make=False).plan.time == done.plan.time
+    assert informed(done).plan.time == done.plan.time
     assert learned_from(run, done)
-    taught = informed(done, make=False)
+    taught = informed(done)
     assert taught.plan.time.step_s == pytest.approx(0.4, rel=0.01)
     assert f"learned from 1 run in {learned_file()}" in taught.plan.time.sources[0]
-    storage = taught.plan.storage  # by the tokenizer
-    assert taught.plan == replace(done.plan, time=taught.plan.time, storage=storage)
+    assert taught.plan == replace(done.plan, time=taught.plan.time)
     assert taught.ds_config == done.ds_config
     learned_from(run, done)
     assert len(read_observations(learned_file())) == 2
     monkeypatch.setenv("LLMX_LEARNED", "off")  # neither reads nor writes
-    assert informed(done, make=False).plan.time == done.plan.time
+    assert informed(done).plan.time == done.plan.time
     learned_file().unlink()
     assert learned_from(run, done) == []
     assert not learned_file().exists()
     monkeypatch.setenv("LLMX_LEARNED", "on")
-    assert informed(done, make=False).plan.time == done.plan.time
+    assert informed(done).plan.time == done.plan.time
 
 
 def test_runs_that_end_together_lose_no_line(run: RunDir) -> None:
@@ -244,9 +243,9 @@ def test_a_damaged_file_is_no_file_and_the_next_run_writes_a_good_one(run: RunDi
     for text in ("", "[]", '{"format": 99, "observations": [{}]}',
                  '{"format": 1, "observations": [3, {}, {"device": "cpu"}]}'):  # fmt: skip
         learned_file().write_text(text)
-        assert informed(done, make=False).plan.time == done.plan.time
+        assert informed(done).plan.time == done.plan.time
         assert learned_from(run, done)
-        assert informed(done, make=False).plan.time != done.plan.time
+        assert informed(done).plan.time != done.plan.time
 
 
 def test_a_run_that_is_cut_short_or_unwritable_teaches_nothing_and_fails_nothing(

@@ -17,7 +17,7 @@ from llmx.plan.geometry import Geometry, geometry
 from llmx.plan.memory import samples_of
 from llmx.plan.rollout_time import SamplerSpeed, Samples, server_problem
 from llmx.plan.types import DrawnSamples
-from tests.composing import composed
+from tests.composing import composed, planned
 from tests.live_memory import LiveMemory
 
 A100 = SamplerSpeed(flops_per_s=0.75 * 312e12, bytes_per_s=0.7 * 1555e9)
@@ -126,11 +126,12 @@ def test_drawing_takes_the_cache_and_the_prompts_beside_it() -> None:
     assert SAMPLES.drawing_bytes(64) == pytest.approx(cache + 64 * 960 * 131_072 / 64)
 
 
+@pytest.mark.usefixtures("made_up_traces")
 @pytest.mark.parametrize(
     ("words", "rows", "drawer"),
     [
         (["hardware=a100x8", "zero=stage3"], 64, ""),
-        (["hardware=a100x2_v100x2", "adapter=lora"], 40, "rank"),  # 90 % of an A100's 40 GB
+        (["hardware=a100x2_v100x2", "adapter=lora"], 16, "rank"),  # 90 % of a V100's 32 GB
         (MIXED[2:4] + MIXED[6:], 16, "rollout server"),  # of a V100's 32 GB
     ],
 )
@@ -138,7 +139,8 @@ def test_as_many_completions_at_once_as_memory_is_left_for(
     words: list[str], rows: int, drawer: str
 ) -> None:
     exp = ["task=grpo", "model=llama3_8b", "data.seq_len=4096", "batch.global_batch=64", *words]
-    plan = composed(exp).plan
+    found = planned(exp)
+    plan = found.plan
     assert plan.drawn is not None
     assert plan.drawn.rows == rows
     notes = [note for note in plan.notes if "completions at once on each" in note]
@@ -146,18 +148,19 @@ def test_as_many_completions_at_once_as_memory_is_left_for(
         [True] if drawer else []
     )
     assert Plan.from_dict(plan.to_dict()) == plan
-    found = composed(exp)
     # As ``auto`` plans it.
     assert make_plan(found.experiment, found.knowledge).memory == plan.memory
 
 
+@pytest.mark.usefixtures("made_up_traces")
 def test_the_peak_of_a_rank_that_draws_is_in_the_plan() -> None:
     """Stage 2: 16 GB of weights and the optimizer's part; 3,840 + 64 columns of 64 rows, the cache
     of 8 prompts, and keys of one layer that are copied."""
     words = ["task=grpo", "model=llama3_8b", "hardware=a100x8", "zero=stage2", "data.seq_len=4096"]
-    plan = composed([*words, "batch.global_batch=64"]).plan
+    found = planned([*words, "batch.global_batch=64"])
+    plan = found.plan
     (memory,) = plan.memory
-    samples = samples_of(composed([*words, "batch.global_batch=64"]).experiment, plan)
+    samples = samples_of(found.experiment, plan)
     assert samples is not None
     resting_gib = memory.parameters_gib + memory.optimizer_gib
     drawing_gib = samples.drawing_bytes(64) / 2**30
@@ -165,10 +168,11 @@ def test_the_peak_of_a_rank_that_draws_is_in_the_plan() -> None:
     assert memory.total_gib == pytest.approx(resting_gib + drawing_gib + memory.context_gib)
 
 
+@pytest.mark.usefixtures("made_up_traces")
 def test_a_push_takes_time_and_ram_of_hosts() -> None:
     """8 billion parameters in fp16 to two servers over 10 Gbit/s: 34 s, and 27 s of work."""
     words = [word for word in MIXED if word != "adapter=lora"]
-    plan = composed([*words, "zero=stage2"]).plan
+    plan = planned([*words, "zero=stage2"]).plan
     assert plan.time is not None
     assert plan.time.rollout is not None
     gb = 2 * plan.num_parameters / 1e9
@@ -176,7 +180,7 @@ def test_a_push_takes_time_and_ram_of_hosts() -> None:
     assert plan.storage is not None
     (host,) = plan.storage.hosts
     assert host.push_bytes == 3 * 2 * plan.num_parameters
-    (adapted,) = composed(MIXED).plan.storage.hosts  # its base is sent once
+    (adapted,) = planned(MIXED).plan.storage.hosts  # its base is sent once
     assert 2 * 16e9 < adapted.push_bytes < 2.1 * 16.1e9
     assert host.ram_bytes == host.processes_bytes + host.push_bytes
     assert "adapter=lora" in replace(host, ram_has_bytes=2**33).warning

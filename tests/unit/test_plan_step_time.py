@@ -271,4 +271,4 @@ def test_a_model_that_only_a_trace_knows(how: str) -> None:
     assert plan.time.flops == pytest.approx(8e9 * tokens * part)
     exchanged = 2 * 7 / 8 * (2 * plan.batch.accumulation + 1)
     assert sum(one.gb for one in plan.time.exchanges) == pytest.approx(exchanged)
-    assert plan.num_parameters == 0
+    assert plan.num_parameters == 10**9

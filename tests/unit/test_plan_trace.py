@@ -19,12 +19,23 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from llmx.compose.complete import Composed
 from llmx.lifecycle import knowledge
 from llmx.lifecycle.knowledge import find_traces
 from llmx.plan import make_plan
 from llmx.plan.choices import advice, choices
 from llmx.plan.knowledge import Knowledge
-from llmx.plan.trace import FETCH, FETCH_BACKWARD, GRADIENT, RELEASE, Event, StepTrace, TraceKey
+from llmx.plan.trace import (
+    FETCH,
+    FETCH_BACKWARD,
+    GRADIENT,
+    RELEASE,
+    Event,
+    StepTrace,
+    TraceKey,
+    Traces,
+)
+from llmx.run.rundir import RunDir, read_mapping
 from llmx.train import memory_trace
 from llmx.train.memory_trace import Numbers, Run, trace_step, with_all_blocks
 from tests.live_memory import LiveMemory
@@ -165,6 +176,14 @@ def test_every_task_is_traced(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         assert StepTrace.from_dict(found.to_dict()) == found
 
 
+def test_a_vocabulary_from_scratch_is_that_of_the_tokenizer(tmp_path: Path) -> None:
+    scratch = {"init": "scratch", "tokenizer": "demo", "pad_vocab_to_multiple_of": 64}
+    exp = small(tmp_path, config={**LLAMA, "vocab_size": 4096}, model=scratch)
+    rows = -(-knowledge.tokenizer_rows("demo") // 64) * 64
+    assert rows < 4096
+    assert traced(exp).parameters[0].numel == rows * 128
+
+
 def test_a_gpu_needs_no_gpu(tmp_path: Path) -> None:
     """Its kernels keep no scores, and its fused loss no logits."""
     exp = small(tmp_path, kind="gpt2", config={**GPT2, "attn_pdrop": 0.1, "resid_pdrop": 0.1})
@@ -242,13 +261,12 @@ def test_a_plan_that_does_not_fit_names_what_was_planned_and_fits(
     wide = {**LLAMA, "hidden_size": 512, "intermediate_size": 1408, "vocab_size": 8000}
     exp = on_gpus(tmp_path, config=wide, batch={"micro_batch": 8}, model={"init": "pretrained"})
     plan = make_plan(exp)
-    assert not plan.memory[0].traced
-    traces = find_traces(exp, plan, variants=True, make=True)  # in a process of its own
+    assert plan.memory == ()
+    traces = find_traces(exp, plan, variants=True)  # in a process of its own
     assert not traces.problem
     assert TraceKey(plan.attention_on("small"), "full", 1) in traces.found
     known = Knowledge(traces=traces)
     found = make_plan(exp, known)
-    assert found.memory[0].traced
     assert not found.memory[0].fits
     text = advice(exp, found, known)
     assert "These fit by the plan, the fastest first: " in text
@@ -258,17 +276,27 @@ def test_a_plan_that_does_not_fit_names_what_was_planned_and_fits(
     named = next(one for one in every if one.fits and one.micro_batch <= 8)
     assert " ".join(named.overrides(exp)) in text
     # The second plan of the same starts no process.
-    again = find_traces(exp, plan, variants=True, make=False)
-    assert again.found == traces.found
+    monkeypatch.setattr(knowledge, "ask", None)
+    assert find_traces(exp, plan, variants=True).found == traces.found
+    # Nor does one whose run has its traces, on a machine that has none.
+    composed = Composed(exp, found, {}, knowledge=known)
+    RunDir(Path(exp.run_dir)).root.mkdir()
+    knowledge.keep_traces(composed)
+    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "another"))
+    assert find_traces(exp, plan, variants=True).found == traces.found
+    of_run = Traces.from_dict(read_mapping(RunDir(Path(exp.run_dir)).traces))
+    assert of_run.found == traces.found
 
 
-def test_what_cannot_be_traced_keeps_the_formula_and_says_why(
+def test_code_of_the_hub_is_not_run_and_the_memory_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
-    exp = on_gpus(tmp_path)
+    monkeypatch.setattr(knowledge, "ask", None)
+    exp = on_gpus(tmp_path, model={"trust_remote_code": True})
     plan = make_plan(exp)
-    traces = find_traces(exp, plan, variants=False, make=False)
+    traces = find_traces(exp, plan, variants=False)
+    assert "code of the Hub" in traces.problem
     assert make_plan(exp, Knowledge(traces=traces)) == plan
 
 

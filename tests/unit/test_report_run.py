@@ -272,7 +272,7 @@ def test_predicted_against_measured(begun: RunDir) -> None:
     assert "predicted" not in dict(wording.summary_rows(before))
     plan = read_json(begun.plan)
     plan |= {"time": {"step_s": statistics.median(paces[1:]) / 2}, "accelerator": "cuda"}
-    plan["memory"] = [asdict(MemoryPlan("a", 10, 2, 3, 4, 0, 0, 1, 0, 80))]
+    plan["memory"] = [asdict(MemoryPlan("a", 10, 2, 3, 4, 0, 1, 0, 80))]
     write_json(begun.plan, plan)
     assert "predicted" not in dict(wording.summary_rows(load_run(begun.root), is_brief=True))
     text = dict(wording.summary_rows(load_run(begun.root)))["predicted"]

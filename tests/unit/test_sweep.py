@@ -182,6 +182,7 @@ def test_a_swept_tag_is_refused_as_any_value_is(here: Path, capsys) -> None:
     assert "tracking.tags=2: must be a list." in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("made_up_traces")
 def test_what_cannot_fit_is_left_out_unless_it_is_asked_for(here: Path, capsys) -> None:
     words = ["-m", "zero=stage0,stage3", "model=llama2_7b", "data=demo", "dry_run=true",
              "hardware=a100x2_v100x2", "precision=fp32"]  # fmt: skip

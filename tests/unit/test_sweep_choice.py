@@ -16,7 +16,7 @@ from llmx.run.sweepdir import Trial
 from llmx.sweep.prune import NO_MEMORY, OutOfMemory, impossible, key_of, needs_more
 from llmx.sweep.slots import Placed, Slots, first_of, placed_on
 from llmx.sweep.tune import Candidate, Search
-from tests.composing import composed
+from tests.composing import composed, planned
 
 # --- What need not run -----------------------------------------------------------------------
 
@@ -25,10 +25,9 @@ SMALL = ["hardware=cpu2", "model.config.num_hidden_layers=1", "batch.global_batc
 SPLIT = ["zero=stage2", "batch.micro_batch=4"]
 
 
-@functools.cache
 def ran_out() -> OutOfMemory:
     """The trial of SPLIT."""
-    made = composed([*SMALL, *SPLIT])
+    made = planned([*SMALL, *SPLIT])
     return OutOfMemory(0, made.experiment, made.plan)
 
 
@@ -73,25 +72,27 @@ def test_a_smaller_micro_batch_is_run_also_where_the_plan_knows_no_memory() -> N
         assert (needs_more(made.experiment, plan, [known]) == "") is runs
 
 
+@pytest.mark.usefixtures("made_up_traces")
 def test_fewer_micro_steps_may_need_less_although_the_micro_batch_is_larger() -> None:
     """One micro step sums no gradients in fp32: the plan says that it needs less."""
-    made = composed([*SMALL, "zero=stage2", "batch.micro_batch=8"])
+    made = planned([*SMALL, "zero=stage2", "batch.micro_batch=8"])
     (part,) = made.plan.memory
-    less = dataclasses.replace(part, gradients_gib=0.0, activations_gib=0.0, logits_gib=0.0)
+    less = dataclasses.replace(part, activations_gib=0.0, context_gib=0.0)
     plan = dataclasses.replace(made.plan, memory=(less,))
     assert needs_more(made.experiment, made.plan, [ran_out()])
     assert needs_more(made.experiment, plan, [ran_out()]) == ""
 
 
+@pytest.mark.usefixtures("made_up_traces")
 def test_only_model_states_that_no_device_holds_are_never_started() -> None:
-    made = composed([*TWO_TYPES, "zero=stage0", "precision=fp32"])
+    made = planned([*TWO_TYPES, "zero=stage0", "precision=fp32"])
     said = impossible(made.experiment, made.plan)
     assert said.startswith("parameters, gradients and optimizer states alone take")
     assert "v100" in said or "a100" in said
     # The plan's prediction of activations is no proof.
     words = ["zero=stage3", "zero.offload_optimizer=cpu", "batch.micro_batch=64",
              "batch.balance=even", "batch.global_batch=256", "data.seq_len=4096"]  # fmt: skip
-    made = composed([*TWO_TYPES, *words])
+    made = planned([*TWO_TYPES, *words])
     assert not all(part.fits for part in made.plan.memory), "the plan itself says it does not fit"
     assert impossible(made.experiment, made.plan) == ""
 

@@ -23,7 +23,7 @@ from tests.composing import composed
 from tests.made_up_trials import Killed, Trials, enter, leave, only_sweep, outcomes
 from tests.unit.test_checkpoint_export import make_model
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("made_up_traces")]
 
 SMALL = ["hardware=cpu2", "model.config.num_hidden_layers=1"]
 SEARCH = [

@@ -30,8 +30,9 @@ from llmx.launch.sync import size_of
 from llmx.launch.transports import transport_of
 from llmx.plan import ds_config, make_plan
 from llmx.plan.knowledge import Knowledge
+from llmx.plan.trace import NO_TRACES, Traces
 from llmx.plan.types import Plan
-from llmx.run.rundir import write_json, write_text
+from llmx.run.rundir import read_mapping, write_json, write_text
 from llmx.text import clock, plural
 
 PROBE_EVERY_S = 5.0
@@ -216,7 +217,9 @@ class HostSelection:
     def _without(self, missing: Sequence[str]) -> LaunchSpec | None:
         """The run without some hosts; None where it would not be the same run."""
         try:
-            exp, plan = without_hosts(self.full_spec.exp, self.full_spec.plan, missing)
+            full = self.full_spec
+            traces = Traces.from_dict(read_mapping(full.run_dir.traces))
+            exp, plan = without_hosts(full.exp, full.plan, missing, traces=traces)
         except LlmxError as error:
             self.log.warning(f"the run cannot continue without {', '.join(missing)}: {error}")
             return None
@@ -250,10 +253,13 @@ class HostSelection:
         )
 
 
-def without_hosts(exp: Experiment, plan: Plan, lost: Collection[str]) -> tuple[Experiment, Plan]:
+def without_hosts(
+    exp: Experiment, plan: Plan, lost: Collection[str], *, traces: Traces = NO_TRACES
+) -> tuple[Experiment, Plan]:
     """The experiment and its plan without the hosts ``lost``; ConfigError where that is impossible.
 
     The global batch is that of ``plan``; micro batches and accumulation are computed again.
+    ``traces``: those of the run.
     """
     left = [host for host in exp.hardware.hosts if host.name not in lost]
     if not left:
@@ -291,7 +297,7 @@ def without_hosts(exp: Experiment, plan: Plan, lost: Collection[str]) -> tuple[E
     )
     validate(smaller)
     local = {name for host in plan.hosts if host.is_local for name in (host.name, host.address)}
-    known = Knowledge(LOCAL_NAMES | local, plan.beside, plan.logits, plan.drawn)
+    known = Knowledge(LOCAL_NAMES | local, plan.beside, plan.drawn, traces)
     planned = make_plan(smaller, known)
     if planned.batch.global_batch != plan.batch.global_batch:
         raise ConfigError(

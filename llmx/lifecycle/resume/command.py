@@ -16,7 +16,7 @@ from llmx.compose.words import Words
 from llmx.config import Experiment
 from llmx.errors import ConfigError
 from llmx.lifecycle.hosts import hosts_then_and_now, of_this_machine
-from llmx.lifecycle.knowledge import informed
+from llmx.lifecycle.knowledge import informed, keep_traces
 from llmx.lifecycle.resume.changes import (
     SAME,
     Next,
@@ -72,7 +72,7 @@ def prepare_resume(words: Words, *, edited: Experiment | None = None) -> LaunchS
     state = read_state(run)
     step = words.step("step", least=0)
     upcoming = next_run(run, exp, words, state, edited=edited)
-    upcoming = replace(upcoming, composed=informed(upcoming.composed, make=False))
+    upcoming = replace(upcoming, composed=informed(upcoming.composed))
     if nothing_left(run, upcoming, state, step):
         return None
     origin = first_step(run, state, step)
@@ -262,6 +262,7 @@ def _rewrite(
     # Without a change worth keeping, a run that was only planned has dry_run=true in it.
     if keeps or snapshot.load(run) != new.experiment:
         snapshot.write_config(run, new.experiment, new.plan, new.ds_config)
+        keep_traces(new)
     snapshot.write_provenance(run, {**now, "parent": then.get("parent")})
     snapshot.write_identity(run)
     _, skipped = read_resume(run)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import groupby
 from pathlib import Path
@@ -49,8 +48,7 @@ MEMORY_PARTS = (
     ("parameters", "parameters_gib"),
     ("gradients", "gradients_gib"),
     ("optimizer, master weights", "optimizer_gib"),
-    ("activations", "activations_gib"),
-    ("logits, loss", "logits_gib"),
+    ("activations, logits, loss", "activations_gib"),
     ("communication buckets", "buffers_gib"),
     ("update", "update_gib"),
     ("drawing samples", "drawing_gib"),
@@ -90,7 +88,7 @@ def print_plan(
         table(facts_rows(plan, exp, traces, overrides)),
     ]
     if plan.memory:
-        blocks += [*memory_blocks(plan, traces), *choice_tables(plan, options)]
+        blocks += [*memory_blocks(plan), *choice_tables(plan, options)]
     elif traces is not None and traces.problem:
         title = f"Predicted peak memory of one rank: not known ({traces.problem})"
         blocks.append(block("heading", title))
@@ -150,7 +148,7 @@ def facts_rows(
         ("by device", "\n".join(device_lines(plan, exp))),
         ("steps", _steps_line(plan, exp.task)),
         ("lr", f"{_lr_line(exp.optim, exp.adapter)} ({origin_of_lr(exp, overrides)})"),
-        ("model", _model_line(_sized(plan, traces), exp.model, exp.adapter) + _reach(traces)),
+        ("model", _model_line(plan, exp.model, exp.adapter) + _reach(traces)),
         ("tokens", _tokens_line(exp.model, exp.adapter)),
         ("rollouts", rollout_line(exp)),
         ("rates", _rates_line(exp.optim, exp.adapter, exp.model)),
@@ -285,17 +283,6 @@ def _reach(traces: Traces | None) -> str:
     return f". {trace.reach}" if trace is not None and trace.reach else ""
 
 
-def _sized(plan: Plan, traces: Traces | None) -> Plan:
-    """Fill in the size of a model that only its trace knows."""
-    trace = next(iter(traces.found.values()), None) if traces else None
-    if plan.num_parameters or trace is None:
-        return plan
-    parameters, trained = trace.num_parameters, trace.num_trained
-    return replace(
-        plan, num_parameters=parameters, num_trained=None if trained == parameters else trained
-    )
-
-
 def _model_line(plan: Plan, model: ModelConfig, adapter: AdapterConfig) -> str:
     size = human.count(plan.num_parameters) if plan.num_parameters else "an unknown number of"
     start = "from scratch" if model.init == "scratch" else "pretrained"
@@ -372,10 +359,9 @@ def _attention_line(plan: Plan, data: DataConfig) -> str:
     return f"{next(iter(kinds.values())) if is_uniform else listed}; {rows}"
 
 
-def memory_blocks(plan: Plan, traces: Traces | None = None) -> list[Block | None]:
+def memory_blocks(plan: Plan) -> list[Block | None]:
     """Title and table of the predicted memory; parts as rows, device types as columns: it stays
     narrow with many parts."""
-    traced = all(memory.traced for memory in plan.memory)
 
     def row(name: str, value: Callable[[MemoryPlan], str | float]) -> list[str]:
         values = map(value, plan.memory)
@@ -384,11 +370,8 @@ def memory_blocks(plan: Plan, traces: Traces | None = None) -> list[Block | None
     rows = []
     for name, attribute in MEMORY_PARTS:
         sizes = [getattr(memory, attribute) for memory in plan.memory]
-        if (traced and attribute == "logits_gib") or (
-            attribute == "drawing_gib" and not any(sizes)
-        ):
+        if attribute == "drawing_gib" and not any(sizes):
             continue
-        name = "activations, logits, loss" if traced and name == "activations" else name
         rows.append([name, *map(human.gib, sizes)])
     rows += [
         row(ACCELERATORS[plan.accelerator].context, lambda memory: memory.context_gib),
@@ -406,10 +389,6 @@ def memory_blocks(plan: Plan, traces: Traces | None = None) -> list[Block | None
         if any(memory.saves_host_gib for memory in plan.memory):
             rows.append(row("host RAM of saves", lambda memory: memory.saves_host_gib))
     title = "Predicted peak memory of one rank, GiB"
-    if traced:
-        title += ": the real micro step on fake tensors, by DeepSpeed's rules"
-    elif traces is not None and traces.problem:
-        title += f": by formula ({traces.problem})"
     return [block("heading", title), by_column([memory.device for memory in plan.memory], rows)]
 
 
