@@ -17,10 +17,11 @@ import numpy as np
 
 from llmx.checkpoint import commit, pointers, selection
 from llmx.checkpoint.disk import DISK, Disk
-from llmx.checkpoint.fragments import FragmentIndex, fragment_key
+from llmx.checkpoint.fragments import FragmentIndex, check_cover, fragment_key
 from llmx.checkpoint.manifest import FileEntry, Manifest, rank_file
 from llmx.checkpoint.retention import plan_removals, take_inventory
 from llmx.checkpoint.tensors import Fragment
+from llmx.config.schema import CheckpointConfig, KeepConfig
 
 NUM_ELEMENTS = 24
 """Of the one parameter, shared out among the storages' ranks."""
@@ -88,14 +89,10 @@ def save(
             continue
     try:
         gone, _ = plan_removals(
-            [take_inventory(path, storage=n).reports for n, path in enumerate(storages)],
-            step=step,
+            [take_inventory(path, storage=n) for n, path in enumerate(storages)],
+            step,
             damaged=(),
-            last=keep_last,
-            best=0,
-            every=0,
-            metrics={},
-            mode="min",
+            config=CheckpointConfig(keep=KeepConfig(last=keep_last)),
         )
     except OSError:
         gone = []
@@ -152,7 +149,7 @@ def check_content(storages: Sequence[Path], step: int) -> None:
     """Every element of every state is that of this very step."""
     files = [path / f"step-{step:08d}" / rank_file(rank) for rank, path in enumerate(storages)]
     index = FragmentIndex(files)
-    index.check(PARAMETERS)
+    check_cover(index.cover, PARAMETERS)
     for state in ("master", "exp_avg"):
         out = np.empty(NUM_ELEMENTS, dtype=np.float32)
         index.read_range(state, "w", 0, NUM_ELEMENTS, out)

@@ -26,7 +26,7 @@ from llmx.models.experts import Routing
 from llmx.models.factory import build_model, model_config
 from llmx.models.model import Model, Models
 from llmx.models.parameters import persistent_buffers, whole
-from llmx.tasks import RolloutKey, Task, next_token_loss
+from llmx.tasks import OnlineTask, RolloutKey, Task, next_token_loss
 from llmx.train.rollout import prompts_of
 from llmx.train.schedule import lr_at
 from tests.small_stores import write_store
@@ -281,7 +281,7 @@ def naive_gradient(
     samples = samples_of_step(0, global_batch=global_batch, num_samples=len(store), seed=exp.seed)
     columns = store.columns
     examples = [store[int(index)] for index in samples]
-    if task.generates:
+    if isinstance(task, OnlineTask):
         prompts = [one for sample in examples for one in prompts_of(sample, columns)]
         columns = task.rollout_columns
         with torch.no_grad():

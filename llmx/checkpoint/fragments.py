@@ -147,15 +147,6 @@ class FragmentIndex:
         """safetensors' name of the dtype that the values are stored in."""
         return self._ranges(state, name)[0].dtype
 
-    def check(
-        self,
-        parameters: Mapping[str, Mapping[str, Any]],
-        buffers: Mapping[str, Mapping[str, Any]] | None = None,
-        states: Mapping[str, Mapping[str, Sequence[int]]] | None = None,
-    ) -> None:
-        """Check that the files hold everything once (``check_cover``)."""
-        check_cover(self.cover, parameters, buffers, states)
-
     def read_range(self, state: str, name: str, start: int, stop: int, out: Any) -> None:
         """Elements ``[start, stop)`` of the flattened parameter into ``out``.
 

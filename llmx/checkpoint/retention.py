@@ -64,42 +64,6 @@ def best_steps(
     return sorted(values, key=lambda step: (values[step], step))
 
 
-def plan_removals(
-    storages: Sequence[Mapping[int, Report]],
-    *,
-    step: int,
-    damaged: Collection[int],
-    last: int,
-    best: int,
-    every: int,
-    metrics: Mapping[int, float | None],
-    mode: str,
-) -> tuple[list[int], int | None]:
-    """The steps to remove once ``step`` is committed, the same on every storage; and the best step.
-
-    Args:
-        step: later ones are of an abandoned branch: the run was rolled back.
-        damaged: neither counted nor removed.
-        last, best, every, metrics, mode: see ``to_prune``.
-    """
-
-    def outside_policy(steps: Collection[int]) -> set[int]:
-        return set(to_prune(steps, last=last, best=best, every=every, metrics=metrics, mode=mode))
-
-    there = {other for storage in storages for other in storage} - set(damaged)
-    later = {other for other in there if other > step}
-    complete = {
-        other
-        for other in there - later
-        if assess([storage[other] for storage in storages if other in storage]).usable
-    }
-    removals = later | outside_policy(complete)
-    # Incomplete ones are not counted among the complete, and are removed when they are older.
-    removals |= outside_policy(there - later) - complete
-    ranked = best_steps(complete, metrics, mode=mode)
-    return sorted(removals), ranked[0] if ranked else None
-
-
 @dataclass(frozen=True)
 class Inventory:
     """The checkpoints on one storage, by their names, sizes and small files."""
@@ -113,13 +77,60 @@ class Inventory:
 
 
 def take_inventory(checkpoints: Path, *, storage: int = 0, metric: str = "") -> Inventory:
-    """Look at the checkpoints of one storage; nothing is hashed."""
-    reports = {
-        step: inspect(checkpoints, step, storage=storage, hashes=False)
-        for step in list_steps(checkpoints)
+    """Look at the checkpoints of one storage; nothing is hashed. ``metric``: the name of the value
+    that ranks them."""
+    reports, values = {}, {}
+    for step in list_steps(checkpoints):
+        reports[step] = inspect(checkpoints, step, storage=storage, hashes=False)
+        with contextlib.suppress(OSError, ValueError):
+            saved = read_json(commit.committed_dir(checkpoints, step) / STATE).get("metric") or {}
+            if saved.get("name") == metric:
+                values[step] = saved["value"]
+    return Inventory(reports, values, frozenset(pointers.pinned(checkpoints)))
+
+
+def plan_removals(
+    storages: Sequence[Inventory],
+    step: int,
+    *,
+    damaged: Collection[int],
+    config: CheckpointConfig,
+) -> tuple[list[int], int | None]:
+    """The steps to remove once ``step`` is committed, the same on every storage; and the best step.
+
+    Args:
+        step: later ones are of an abandoned branch: the run was rolled back.
+        damaged: neither counted nor removed.
+    """
+    keep = config.keep
+    metrics = {at: value for storage in storages for at, value in storage.metrics.items()}
+
+    def outside_policy(steps: Collection[int]) -> set[int]:
+        return set(
+            to_prune(
+                steps,
+                last=keep.last,
+                best=keep.best,
+                every=keep.every,
+                metrics=metrics,
+                mode=config.mode,
+            )
+        )
+
+    reports = [storage.reports for storage in storages]
+    there = {other for storage in reports for other in storage} - set(damaged)
+    later = {other for other in there if other > step}
+    complete = {
+        other
+        for other in there - later
+        if assess([storage[other] for storage in reports if other in storage]).usable
     }
-    pins = frozenset(pointers.pinned(checkpoints))
-    return Inventory(reports, metrics_of(checkpoints, reports, name=metric), pins)
+    # Incomplete ones are not counted among the complete, and are removed when they are older.
+    removals = outside_policy(complete) | (outside_policy(there - later) - complete)
+    # An abandoned branch is removed even where it is pinned: its steps must not count as newest.
+    removals -= {at for storage in storages for at in storage.pinned}
+    ranked = best_steps(complete, metrics, mode=config.mode)
+    return sorted(removals | later), ranked[0] if ranked else None
 
 
 def apply_retention(
@@ -136,32 +147,9 @@ def apply_retention(
         inventories: by rank, of those that lead a storage.
         step: the one that was committed just now.
     """
-    keep, storages = config.keep, [inventory for inventory in inventories if inventory is not None]
+    storages = [inventory for inventory in inventories if inventory is not None]
     pointers.set_pointer(checkpoints, pointers.LATEST, step)
-    removals, best = plan_removals(
-        [storage.reports for storage in storages],
-        step=step,
-        damaged=damaged,
-        last=keep.last,
-        best=keep.best,
-        every=keep.every,
-        metrics={at: value for storage in storages for at, value in storage.metrics.items()},
-        mode=config.mode,
-    )
-    if keep.best and best is not None:
+    removals, best = plan_removals(storages, step, damaged=damaged, config=config)
+    if config.keep.best and best is not None:
         pointers.set_pointer(checkpoints, pointers.BEST, best)
-    # An abandoned branch is removed even where it is pinned: its steps must not count as newest.
-    pins = {at for storage in storages for at in storage.pinned if at <= step}
-    commit.prune(checkpoints, [at for at in removals if at not in pins])
-
-
-def metrics_of(checkpoints: Path, steps: Iterable[int], *, name: str) -> dict[int, float | None]:
-    """Step -> the value of ``name`` that each checkpoint was saved with, where it has one."""
-    values: dict[int, float | None] = {}
-    for step in steps:
-        with contextlib.suppress(OSError, ValueError):
-            path = commit.committed_dir(checkpoints, step) / STATE
-            metric = read_json(path).get("metric") or {}
-            if metric.get("name") == name:
-                values[step] = metric["value"]
-    return values
+    commit.prune(checkpoints, removals)

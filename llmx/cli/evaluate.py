@@ -150,12 +150,12 @@ def run(options: argparse.Namespace) -> int:
 
     from llmx.data import prepare
     from llmx.models.generate import stop_ids
-    from llmx.tasks import Task, task_of
+    from llmx.tasks import OnlineTask, Task, task_of
 
     logging.disable_progress_bar()
     tokenizer = load_tokenizer(target)
     task = task_of(exp, tokenizer)
-    if _generates_alone(task) and not exp.task.eval_generate:
+    if not task.evaluates_loss and not exp.task.eval_generate:
         raise ConfigError(f"task={task.name} is measured by completions. Add --generate 100.")
     store = prepare(exp.data, exp.seed, tokenizer, task, split="eval")
     of_model = type(task).see_model is not Task.see_model
@@ -176,7 +176,7 @@ def run(options: argparse.Namespace) -> int:
     if options.generate:
         rows = complete(task, models, stop_ids(models.main.module, tokenizer))
         pairs = ([row["completion"] for row in rows], [row["expected"] for row in rows])
-        if task.generates:  # its rewards, as training measures them
+        if isinstance(task, OnlineTask):  # its rewards, as training measures them
             values |= task.score(task.eval_prompts(), pairs[0])
         values |= score(metrics, *pairs)
     declared = {**DECLARED, **dict(task.metrics)}
@@ -219,7 +219,7 @@ def load(target: Target, exp: Experiment, task: Any, tokenizer: Any) -> Any:
     bases = are_bases(specs, exp.adapter, exp.model) if target.base is not None else set()
     main = next(name for name, spec in specs.items() if spec.trained)
     models = {main: _as_model(main, specs[main], _trained_network(target, specs[main]))}
-    if _generates_alone(task):
+    if not task.evaluates_loss:
         return Models(models)
     for name, spec in specs.items():
         if name in bases:
@@ -228,13 +228,6 @@ def load(target: Target, exp: Experiment, task: Any, tokenizer: Any) -> Any:
             network = _frozen_network(name, spec, target, exp, tokenizer)
             models[name] = _as_model(name, spec, network)
     return Models(models)
-
-
-def _generates_alone(task: Any) -> bool:
-    """Whether a task measures completions of the trained model, and nothing with others."""
-    from llmx.tasks import Task
-
-    return bool(task.generates) and type(task).evaluate is Task.evaluate
 
 
 def _trained_network(target: Target, spec: Any) -> Any:
@@ -356,7 +349,7 @@ def measure(task: Any, models: Any, store: Any, tokenizer: Any, *, batch: int) -
                 # Frozen models answer batch by batch here: nothing is stored.
                 columns=(store.batch_columns or ()) if task.precomputed else store.batch_columns,
             )
-            yield task.with_precomputed(models, rows) if task.precomputed else rows
+            yield with_precomputed(task, models, rows) if task.precomputed else rows
         if sys.stderr.isatty():
             print(f"\r\033[K{time.monotonic() - began:.0f} s", file=sys.stderr)
 
@@ -372,6 +365,32 @@ def measure(task: Any, models: Any, store: Any, tokenizer: Any, *, batch: int) -
         perplexity = math.exp(loss["loss"]) if loss["loss"] < 700 else math.inf
         numbers = {**loss, "perplexity": perplexity, **numbers}
     return numbers
+
+
+def with_precomputed(task: Any, models: Any, batch: Any) -> dict[str, Any]:
+    """The batch with the ``precomputed`` columns of the task, computed now."""
+    import torch
+
+    from llmx.data import IGNORE
+    from llmx.data.store.precomputed import check_values
+
+    targets, ids = batch["labels"] != IGNORE, batch["example_ids"]
+    counts = {
+        "sequence": len(ids),
+        "example": int(ids.max()) + 1 if len(ids) else 0,
+        "target": int(targets.sum()),
+    }
+    precomputed = task.precompute(models, batch)
+    arrays = check_values(precomputed, task.precomputed, counts, task=task.name)
+    extended = dict(batch)
+    for column in task.precomputed:
+        values = torch.from_numpy(arrays[column.name])
+        if column.per == "token":
+            by_token = values.new_zeros((*targets.shape, *column.shape))
+            by_token[targets] = values
+            values = by_token
+        extended[column.name] = values
+    return extended
 
 
 def complete(task: Any, models: Any, stops: Sequence[int]) -> list[dict[str, str]]:

@@ -21,15 +21,14 @@ from typing import Any
 from llmx import text as human
 from llmx.checkpoint import commit, selection
 from llmx.checkpoint.disk import DISK, make_directories, write_file
-from llmx.checkpoint.fragments import FragmentIndex
+from llmx.checkpoint.fragments import FragmentIndex, check_cover
 from llmx.checkpoint.manifest import (
-    MANIFEST,
     MODEL,
     STATE,
     CheckpointError,
     step_of,
 )
-from llmx.checkpoint.model_files import COPY_AGAIN, check_sealed, seal
+from llmx.checkpoint.model_files import check_model_files, damaged_files
 from llmx.checkpoint.pointers import BEST, read_pointer
 from llmx.checkpoint.selection import ProgressLine, check_all, explain, verify_with_progress
 from llmx.checkpoint.tensors import NAMES, SHARD_BYTES
@@ -38,7 +37,6 @@ from llmx.models.adapter_names import holds_adapter
 from llmx.run import snapshot, trust
 from llmx.run.card import write_card
 from llmx.run.rundir import RunDir, no_run, read_json, read_mapping
-from llmx.text import printable
 
 HF, ADAPTER, MERGED, ONNX, GGUF = FORMS = ("hf", "adapter", "merged", "onnx", "gguf")
 """What is written: all that a run trained, an adapter, its base with the adapter in it; or the
@@ -53,10 +51,6 @@ HF_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def run(options: argparse.Namespace) -> int:
     """Export or check; returns the exit code."""
     if options.check and _is_model(options.run):
-        if not (options.run / MANIFEST).is_file():
-            raise CheckpointError(
-                f"{options.run} has no {MANIFEST}: llmx did not write it, and cannot check it."
-            )
         return check_models([options.run], start=Path.cwd())
     if options.to in CONVERTED and _is_model(options.run):
         convert_model(options.run, to=options.to, out=options.out, dtype=options.dtype)
@@ -97,10 +91,10 @@ def _best(run: RunDir, step: int | None) -> int:
 
 def check(run: RunDir) -> int:
     """Say of every checkpoint whether it is usable, and of the final model and the exports whether
-    they are as they were written; 0 if the newest checkpoint and all models are."""
+    a file is damaged; 0 if the newest checkpoint and all models can be used."""
     lines, good = check_all(run.checkpoints, stream=sys.stderr)
     models = [run.final_model, *sorted((run.root / "export").glob("*"))]
-    models = [path for path in models if (path / MANIFEST).is_file()]
+    models = [path for path in models if path.is_dir()]
     if not lines and not models:
         raise CheckpointError(_without_checkpoints(run))
     print("\n".join(lines))
@@ -108,16 +102,12 @@ def check(run: RunDir) -> int:
 
 
 def check_models(models: Sequence[Path], *, start: Path) -> int:
-    """Hash every file of these directories; a line for each. 0 if all are as they were written."""
+    """Print a line for each of these directories: its damaged files. 0 if there are none."""
     code = 0
     for path in models:
-        name = os.path.relpath(path, start)
-        try:
-            check_sealed(path, fix=COPY_AGAIN, rehash=True)
-            print(f"{name}  as it was written")
-        except CheckpointError as error:
-            print(f"{name}  damaged: {printable(str(error))}")
-            code = error.exit_code
+        problems = "; ".join(damaged_files(path))
+        print(f"{os.path.relpath(path, start)}  {f'damaged: {problems}' if problems else 'whole'}")
+        code = CheckpointError.exit_code if problems else code
     return code
 
 
@@ -185,7 +175,12 @@ def export(
         ) from error
     written = dtype or ("fp32" if final == ONNX else state["precision"])
     precision = state["precision"] if written in QUANTIZED else written
-    index.check(state["parameters"], state.get("buffers"), state.get("optimizer", {}).get("states"))
+    check_cover(
+        index.cover,
+        state["parameters"],
+        state.get("buffers"),
+        state.get("optimizer", {}).get("states"),
+    )
     # What is merged is computed in fp32.
     weights = list_weights(state, index, dtype=NAMES["fp32" if to == MERGED else precision])
     total = sum(weight.num_bytes for weight in weights)
@@ -252,7 +247,6 @@ def _named_at_the_end(directory: Path, num_bytes: int) -> Iterator[Path]:
     try:
         make_directories(DISK, partial)
         yield partial
-        seal(partial)
         DISK.sync_directory(partial)
         DISK.rename(partial, directory)
         DISK.sync_directory(directory.parent)
@@ -275,7 +269,7 @@ def convert_model(
         raise ConfigError(
             f"{model} is an adapter. Export the run that trained it, which merges it first."
         )
-    check_sealed(source, fix=COPY_AGAIN)
+    check_model_files(source)
     with _named_at_the_end(directory, 0) as partial:
         _convert(
             source, partial, to=final, name=source.name, precision=dtype or "fp32", trust=False

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmx.cli.target import Target, check_generates, find_target, load_network, load_tokenizer
+from llmx.config import TaskConfig
 from llmx.data.format.rows import Conversation, Message
 from llmx.data.source.records import Where
 from llmx.data.tokenize.conversations import Renderer
@@ -249,7 +250,7 @@ def layout_of(
     tokenizer. Plain text where neither knows chats, unless a ``template`` is given."""
     exp = target.exp
     if template is None and exp is not None:
-        template = exp.data.template if learns_chats(exp.task.kind) else None
+        template = exp.data.template if learns_chats(exp.task) else None
     elif template is None:
         template = "auto" if has_template(tokenizer) else None
     if plain or template is None:
@@ -259,12 +260,12 @@ def layout_of(
     return PromptLayout(tokenizer, template=template, system=system or None)
 
 
-def learns_chats(kind: str) -> bool:
+def learns_chats(task: TaskConfig) -> bool:
     """Whether the task of a run learns conversations, and its prompts are questions."""
     from llmx.tasks import task_class
 
     try:
-        return task_class(kind).learns_chats()
+        return task_class(task.kind, task.options).learns_chats()
     except ConfigError:  # a task of the user's own whose code is not here
         return True
 

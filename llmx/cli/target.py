@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmx.checkpoint.model_files import COPY_AGAIN, check_model_files, check_sealed
-from llmx.checkpoint.selection import list_steps
+from llmx.checkpoint.model_files import check_model_files
 from llmx.config import Experiment, ModelConfig
 from llmx.config.hardware_rules import native_precisions
 from llmx.errors import ConfigError, did_you_mean
@@ -76,8 +75,7 @@ def find_target(
         runs: the kinds of code that the command runs.
 
     Raises:
-        ConfigError: it is none, or the run has no model yet.
-        CheckpointError: a file of the model is not as it was written.
+        ConfigError: it is none, the run has no model yet, or a file of the model is damaged.
     """
     typed, root = str(place), place.expanduser()
     if "=" in typed and not root.exists():
@@ -96,12 +94,10 @@ def find_target(
             raise ConfigError(
                 _no_model(run, directory, command=command, exported=model is not None)
             )
-        check_sealed(directory, fix=_write_again(run, exported=model is not None))
         return _checked(Target(directory, run, exp, _base(directory, exp)))
     if _holds_model(root):
         if model:
             raise ConfigError(f"--model is another model of a run; {root} is a model itself.")
-        check_sealed(root, fix=COPY_AGAIN)
         return _checked(Target(root, None, None, _base(root, None)))
     if not root.is_dir():
         hub = ""
@@ -111,18 +107,6 @@ def find_target(
     raise ConfigError(
         f"{printable(str(root))}: is neither a run directory (no config.yaml) nor a model (no "
         f"config.json).{runs_inside(root)}"
-    )
-
-
-def _write_again(run: RunDir, *, exported: bool) -> str:
-    """The fix for a damaged model of a run."""
-    steps = list_steps(run.checkpoints)
-    if exported or not steps:
-        return COPY_AGAIN
-    here = shlex.quote(str(run.root))
-    return (
-        f"Write it again with `python -m llmx export {here} --step {steps[-1]}`, and give --model "
-        "with the directory that it wrote."
     )
 
 
@@ -146,8 +130,6 @@ def _base(directory: Path, exp: Experiment | None) -> ModelConfig | None:
     path = Path(base.path or "").expanduser()
     if path.is_absolute() and not path.is_dir():
         raise ConfigError(_no_base(directory, base, "no such directory"))
-    if path.is_dir():
-        check_sealed(path, fix=COPY_AGAIN)
     return base
 
 

@@ -81,8 +81,8 @@ def _optim_lr_is_read(exp: Experiment) -> bool:
 
 def _generates(exp: Experiment) -> bool:
     """Whether the task generates its samples; True of a task of the user's own."""
-    kind = task_class(exp.task.kind)
-    return kind is None or generates(kind, exp)
+    kind = task_class(exp.task)
+    return kind is None or generates(kind)
 
 
 def _tracker_reads(setting: str) -> Callable[[Experiment], bool]:

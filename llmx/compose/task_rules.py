@@ -29,41 +29,41 @@ from llmx.run.metrics.completions import declare
 from llmx.run.metrics.declared import check_checkpoint_metric
 
 
-def task_class(kind: str) -> Any:
+def task_class(task: TaskConfig) -> Any:
     """The class of a task of llmx; None for a task of the user's own, and on a launching machine
     without what the ranks have."""
-    if kind not in shipped_tasks():
+    if task.kind not in shipped_tasks():
         return None
     try:
         # By name: this process does not depend on what the ranks import.
-        return importlib.import_module("llmx.tasks").task_class(kind)
+        return importlib.import_module("llmx.tasks").task_class(task.kind, task.options)
     except ImportError:
         return None
 
 
-def generates(kind: Any, exp: Experiment) -> bool:
+def generates(kind: Any) -> bool:
     """Whether tasks of this class make their samples (``llmx.tasks.OnlineTask``)."""
-    return hasattr(kind, "generates_with") and bool(kind.generates_with(exp))
+    return hasattr(kind, "rollout")
 
 
 def task_problems(exp: Experiment) -> list[str]:
     """One message for each value that the task does not take, and for each metric that it does not
     measure."""
-    kind = task_class(exp.task.kind)
+    kind = task_class(exp.task)
     if kind is None:
         return []
-    problems: list[str] = [*kind.config_problems(exp), *_rollout_problems(exp, kind)]
+    rollout_problems = _rollout_problems(exp, kind)
     try:
         task = kind(exp, None)
     except ConfigError as error:
-        return problems + str(error).splitlines()
-    return problems + list(_metric_problems(exp, task))
+        return [*rollout_problems, *str(error).splitlines()]
+    return [*task.problems(), *rollout_problems, *_metric_problems(exp, task)]
 
 
 def _rollout_problems(exp: Experiment, kind: Any) -> Iterator[str]:
     """Yield a message for rollout settings that the task has no use for."""
     rollout = exp.rollout
-    if rollout.hosts and not generates(kind, exp):
+    if rollout.hosts and not generates(kind):
         yield (
             f"rollout.hosts={shown(rollout.hosts)}: task={exp.task.kind} generates no samples, so "
             "these hosts would have nothing to do. Leave rollout.hosts out: then they train."
@@ -120,8 +120,8 @@ DEMO = "demo"
 def drawn_samples(exp: Experiment) -> DrawnSamples | None:
     """What the task generates in a step; None where it reads its samples, and for a task of the
     user's own."""
-    kind = task_class(exp.task.kind)
-    if kind is None or not generates(kind, exp):
+    kind = task_class(exp.task)
+    if kind is None or not generates(kind):
         return None
     options = kind(exp, None).options
     turns = options.max_turns if getattr(options, "environment", None) else 1
@@ -136,12 +136,12 @@ def task_warnings(exp: Experiment) -> tuple[str, ...]:
     """Warnings for values that the task does not use, and for what the plan does not predict. The
     demo sets completions for its own task, so another task on it gets no warning."""
     num_prompts = exp.task.eval_generate
-    kind = task_class(exp.task.kind)
+    kind = task_class(exp.task)
     if kind is None:
         return ()
     base = importlib.import_module("llmx.tasks.base").Task
     warnings = []
-    if generates(kind, exp):
+    if generates(kind):
         left_out = ""
         if model_geometry(exp.model) is None:
             left_out = f", without the key-value cache of {ROWS} completions on each rank"
@@ -183,14 +183,14 @@ def training_notes(exp: Experiment) -> list[str]:
 def specs(exp: Experiment) -> dict[str, Any]:
     """The networks of a task of llmx by name (``llmx.models.spec``); of a task of the user's own
     none is known here."""
-    kind = task_class(exp.task.kind)
+    kind = task_class(exp.task)
     return {} if kind is None else dict(kind(exp, None).models())
 
 
 def defaults_of(kind: str) -> TaskDefaults:
     """The learning rates and the batch that a task declares; of a task of the user's own, those of
     any task."""
-    declared: TaskDefaults = getattr(task_class(kind), "defaults", TaskDefaults())
+    declared: TaskDefaults = getattr(task_class(TaskConfig(kind=kind)), "defaults", TaskDefaults())
     return declared
 
 
@@ -207,7 +207,7 @@ def specs_beside(exp: Experiment) -> dict[str, Any]:
 def model_sources(task: TaskConfig) -> dict[str, str]:
     """Options that name a model (``llmx.config.fields.model_source``), and which: a directory or a
     Hub id. Of a task of the user's own none is known here."""
-    options = getattr(task_class(task.kind), "Options", None) if task.options else None
+    options = getattr(task_class(task), "Options", None) if task.options else None
     fields = () if options is None else dataclasses.fields(options)
     sources = {
         field.name: task.options.get(field.name)
@@ -242,7 +242,7 @@ def with_task_defaults(exp: Experiment) -> Experiment:
     """Fill in ``optim.lr``, ``data.packing``, ``checkpoint.metric`` and options of the task where
     they are auto, and the size of a step where nothing sets it."""
     exp = with_chosen_packing(exp)
-    kind = task_class(exp.task.kind)
+    kind = task_class(exp.task)
     if kind is not None and (chosen := kind.auto_options(exp)):
         options = {**exp.task.options, **chosen}
         exp = replace(exp, task=replace(exp.task, options=options))
@@ -267,8 +267,8 @@ def with_chosen_packing(exp: Experiment) -> Experiment:
 
 def _generates(exp: Experiment) -> bool:
     """Whether the task makes its samples; of a task of the user's own it is not known here."""
-    kind = task_class(exp.task.kind)
-    return kind is not None and generates(kind, exp)
+    kind = task_class(exp.task)
+    return kind is not None and generates(kind)
 
 
 def with_default_lr(exp: Experiment) -> Experiment:

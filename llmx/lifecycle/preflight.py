@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmx.checkpoint.model_files import COPY_AGAIN, check_sealed, damaged_files
+from llmx.checkpoint.model_files import damaged_files
 from llmx.compose.complete import Composed
 from llmx.compose.task_rules import model_sources
 from llmx.config import Experiment
@@ -44,7 +44,6 @@ def check_inputs(composed: Composed) -> list[str]:
     lacks a network.
 
     Raises:
-        CheckpointError: a file of a model that llmx wrote is not as it was written.
         ConfigError: a model or the task cannot be used.
         DataError: a source cannot be read, or one of its first rows is wrong.
     """
@@ -75,7 +74,6 @@ def _model_problems(exp: Experiment) -> Iterator[str]:
         directory = Path(path)
         if not directory.is_dir():
             continue
-        check_sealed(directory, fix=COPY_AGAIN)
         weights = key.startswith("task.") or (
             key == "model.path" and exp.model.init == "pretrained"
         )

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Union, cast
 import torch
 from torch import nn
 
-from llmx.collectives import all_gather
+from llmx.collectives import all_gather, world
 from llmx.config import ModelConfig
 from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod
@@ -271,10 +271,10 @@ def generate(
     keys = [0] * len(rows) if sampling.greedy or seeds is None else [int(seed) for seed in seeds]
     from llmx.models.decode import Decoding, Row  # with transformers' cache
 
-    world, rank = _world()
+    num_ranks, rank = world()
     groups: dict[tuple[int, ...], list[Row]] = {}
     last = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    for index in shares(rows, world=world)[rank]:
+    for index in shares(rows, world=num_ranks)[rank]:
         too_long = bool(last and len(rows[index]) > last)
         row = Row(index, rows[index], keys[index], ended=POSITIONS if too_long else None)
         groups.setdefault(rows[index], []).append(row)
@@ -287,19 +287,12 @@ def generate(
     slots = min(batch_size, sum(map(len, queue)))
     with model.for_generation(), _generating(model):
         decoding = Decoding(model, sampling, slots=slots, on_token=on_token)
-        decoding.run(queue, lockstep=world > 1 and _is_sharded(model.module))
+        decoding.run(queue, lockstep=num_ranks > 1 and _is_sharded(model.module))
     completed = {row.index: row.completion() for group in groups.values() for row in group}
-    if world > 1:
+    if num_ranks > 1:
         for part in all_gather(completed):
             completed.update(part)
     return [completed[index] for index in range(len(rows))]
-
-
-def _world() -> tuple[int, int]:
-    """(number of ranks, own rank)."""
-    if not torch.distributed.is_initialized():
-        return 1, 0
-    return torch.distributed.get_world_size(), torch.distributed.get_rank()
 
 
 def _is_sharded(module: nn.Module) -> bool:

@@ -7,6 +7,8 @@ imported when a run asks for it.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from llmx import data
@@ -29,21 +31,23 @@ from llmx.tasks.joint import JointLoss, JointTask
 from llmx.tasks.online import GeneratedSample, OnlineTask, Prompt, RolloutKey
 
 MEMBERS: dict[type[Task], tuple[str, ...]] = {
-    OnlineTask: ("rollout", "rollout_columns", "corrects_staleness", "generates_with"),
-    JointTask: ("outputs", "joint_loss"),
+    OnlineTask: ("rollout", "rollout_columns", "corrects_staleness", "generates"),
+    JointTask: ("outputs", "joint_loss", "joint"),
 }
 """Members that only this kind of task is asked for."""
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
-def task_class(kind: str) -> type[Task]:
-    """The class that ``task.kind`` names: a task of llmx, or ``package.module:Class``.
+def task_class(kind: str, options: Mapping[str, Any] = NO_OPTIONS) -> type[Task]:
+    """The class that ``task.kind`` names, with these options: a task of llmx, or
+    ``package.module:Class``.
 
     Raises:
         ConfigError: it cannot be imported here, is no ``Task``, or is not the kind of task that
             its members are for.
     """
     if kind in shipped_tasks():
-        return _shipped(kind)
+        return _shipped(kind).variant(options)
     module, _, name = kind.partition(":")
     try:
         names = vars(importlib.import_module(module))
@@ -62,7 +66,7 @@ def task_class(kind: str) -> type[Task]:
                     f"llmx.tasks.{base.__name__} is asked for. Derive {name} from it in place of "
                     "llmx.tasks.Task."
                 )
-        return task
+        return task.variant(options)
     near = did_you_mean(name, [key for key, value in names.items() if isinstance(value, type)])
     raise ConfigError(
         f"task.kind={kind}: {module} has no class {name} that is a subclass of llmx.tasks.Task."
@@ -87,16 +91,16 @@ def _shipped(kind: str) -> type[Task]:
 def tokenizer_of(exp: Experiment) -> Any:
     """The tokenizer of an experiment, with the chat template that its task's conversations are
     rendered with. Raises ConfigError when it cannot be loaded."""
-    chats = task_class(exp.task.kind).learns_chats()
+    chats = task_class(exp.task.kind, exp.task.options).learns_chats()
     return data.load_tokenizer(exp.model, template=exp.data.template, chats=chats)
 
 
 def task_of(exp: Experiment, tokenizer: Any) -> Task:
     """The task of an experiment. Raises ConfigError for values that it cannot be trained with."""
-    kind = task_class(exp.task.kind)
-    if problems := kind.config_problems(exp):
+    task = task_class(exp.task.kind, exp.task.options)(exp, tokenizer)
+    if problems := list(task.problems()):
         raise ConfigError("\n".join(problems))
-    return kind(exp, tokenizer)
+    return task
 
 
 def prepare(exp: Experiment, tokenizer: Any, *, split: str = "train") -> data.SampleStore:

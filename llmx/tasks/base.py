@@ -183,10 +183,10 @@ class Task:
         return set(cls.takes) <= {Conversation, Preference, Prompted, UnpairedPreference}
 
     @classmethod
-    def config_problems(cls, exp: Experiment) -> list[str]:
-        """One message for each value of the config that this task cannot be trained with: said
-        where the config is composed (of a task of your own, by the ranks)."""
-        return []
+    def variant(cls, options: Mapping[str, Any]) -> type[Task]:
+        """The class for these ``task.options``: a subclass, where they make it an ``OnlineTask`` or
+        a ``JointTask``."""
+        return cls
 
     @classmethod
     def auto_options(cls, exp: Experiment) -> dict[str, Any]:
@@ -199,6 +199,11 @@ class Task:
         options = {**exp.task.options, **self.auto_options(exp)}
         self.options: Any = typed_options(self.Options, options)
         """``task.options``, as an instance of ``Options``."""
+
+    def problems(self) -> Iterable[str]:
+        """One message for each value of the config that this task cannot be trained with: said
+        where the config is composed (of a task of your own, by the ranks)."""
+        return []
 
     @property
     def name(self) -> str:
@@ -254,32 +259,6 @@ class Task:
         tensors."""
         raise NotImplementedError(f"{type(self).__name__}.precompute")
 
-    def with_precomputed(self, models: Models, batch: Batch) -> Batch:
-        """The batch with the ``precomputed`` columns, computed now: for samples that nothing is
-        stored beside."""
-        import torch
-
-        from llmx.data.store.precomputed import check_values
-
-        targets = batch["labels"] != IGNORE
-        counts = {
-            "sequence": len(batch["example_ids"]),
-            "example": int(batch["example_ids"].max()) + 1 if len(batch["example_ids"]) else 0,
-            "target": int(targets.sum()),
-        }
-        with torch.no_grad():
-            precomputed = self.precompute(models, batch)
-        arrays = check_values(precomputed, self.precomputed, counts, task=self.name)
-        extended = dict(batch)
-        for column in self.precomputed:
-            values = torch.from_numpy(arrays[column.name])
-            if column.per == "token":
-                by_token = values.new_zeros((*targets.shape, *column.shape))
-                by_token[targets] = values
-                values = by_token
-            extended[column.name] = values
-        return extended
-
     def precompute_identity(self) -> dict[str, Any]:
         """Values that decide the precomputed columns besides the examples, the model and the
         precision: others are computed anew. By default the file of the task, and its options."""
@@ -329,7 +308,7 @@ class Task:
     @property
     def evaluates_loss(self) -> bool:
         """Whether evaluations measure a loss."""
-        return not self.generates or type(self).evaluate is not Task.evaluate
+        return True
 
     @property
     def judged_by(self) -> str:
@@ -354,11 +333,6 @@ class Task:
     updates: int = 1
     """Optimizer updates with the samples of a step. Steps begin and end (in
     checkpoints, the schedule, the metrics) with their samples."""
-    generates: bool = False
-    """Whether steps are made by ``rollout``; else they are read. Only an ``OnlineTask`` has it."""
-    joint: bool = False
-    """Whether the loss of an example depends on the others of its step. Only a ``JointTask`` has
-    it."""
 
     def loss(self, models: Models, batch: Batch) -> Loss:
         """The loss of a micro batch. Called on every rank equally often, also for micro batches
@@ -372,13 +346,9 @@ class Task:
     def evaluate(
         self, models: Models, batches: Iterable[Batch]
     ) -> Mapping[str, Mean | Accumulator]:
-        """Measures of the held-out samples of this rank, by name; by default ``loss`` and
-        its metrics, and nothing for a task that generates. Brought together over ranks afterwards;
-        an ``Accumulator`` has names of its own. Gradients are off, as dropout is."""
-        return self.mean_losses(models, batches) if self.evaluates_loss else {}
-
-    def mean_losses(self, models: Models, batches: Iterable[Batch]) -> dict[str, Mean]:
-        """``loss`` and its metrics over held-out samples."""
+        """Measures of the held-out samples of this rank, by name; by default ``loss`` and its
+        metrics. Brought together over ranks afterwards; an ``Accumulator`` has names of its own.
+        Gradients are off, as dropout is."""
         means = {"loss": Mean()}
         for batch in batches:
             add_loss(means, self.loss(models, batch))
@@ -440,8 +410,7 @@ def unused_dropout(exp: Experiment) -> str:
 
 
 def typed_options(kind: type | None, values: Mapping[str, Any]) -> Any:
-    """``values`` as an instance of the dataclass ``kind``, which may have a method ``check`` that
-    raises ConfigError for values that do not go together.
+    """``values`` as an instance of the dataclass ``kind``.
 
     Raises:
         ConfigError: a name or a type that it does not have.
@@ -452,10 +421,7 @@ def typed_options(kind: type | None, values: Mapping[str, Any]) -> Any:
                 f"task.options={dict(values)}: this task has no options. Remove them."
             )
         return None
-    options: Any = dataclass_from(kind, dict(values), path="task.options")
-    if callable(check := getattr(options, "check", None)):
-        check()
-    return options
+    return dataclass_from(kind, dict(values), path="task.options")
 
 
 def next_token_loss(model: Model, batch: Batch, **terms: Any) -> Loss:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -71,28 +71,6 @@ class Options:
     cut: str = choice("end", "start")
     """The side on which a text over ``data.seq_len`` is cut."""
 
-    def check(self) -> None:
-        """Raise ConfigError for values that do not go together."""
-        weighs = self.balance != "none" or self.class_weights
-        if self.problem == REGRESSION and (weighs or self.loss != "cross_entropy"):
-            raise ConfigError(
-                "task.options.problem=regression has no classes: remove balance, class_weights and "
-                "loss from task.options."
-            )
-        if self.balance != "none" and self.class_weights:
-            raise ConfigError(
-                f"task.options: balance={self.balance} and class_weights both weight the "
-                "classes. Set only one of them."
-            )
-        if negative := {
-            name: weight for name, weight in self.class_weights.items() if not weight >= 0
-        }:
-            raise ConfigError(f"task.options.class_weights={negative}: weights must be 0 or more.")
-        if self.label_smoothing and self.problem != SINGLE:
-            raise ConfigError(
-                f"task.options.label_smoothing applies to problem=single_label, not {self.problem}."
-            )
-
 
 @dataclass
 class _Seen:
@@ -120,6 +98,26 @@ class Classify(Task):
             else Column("label", per="example", dtype="uint8", shape=(LABEL_BYTES[self.problem],)),
         )
         self._seen = _Seen()
+
+    def problems(self) -> Iterator[str]:
+        balance, by_name = self.options.balance, self.options.class_weights
+        weighs = balance != "none" or by_name
+        if self.problem == REGRESSION and (weighs or self.options.loss != "cross_entropy"):
+            yield (
+                "task.options.problem=regression has no classes: remove balance, class_weights and "
+                "loss from task.options."
+            )
+        if balance != "none" and by_name:
+            yield (
+                f"task.options: balance={balance} and class_weights both weight the classes. Set "
+                "only one of them."
+            )
+        if negative := {name: weight for name, weight in by_name.items() if not weight >= 0}:
+            yield f"task.options.class_weights={negative}: weights must be 0 or more."
+        if self.options.label_smoothing and self.problem != SINGLE:
+            yield (
+                f"task.options.label_smoothing applies to problem=single_label, not {self.problem}."
+            )
 
     # Data
 

@@ -15,8 +15,9 @@ tokens. Reports the divergence and how often both find the same token most likel
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmx.config import Experiment
@@ -28,7 +29,7 @@ from llmx.data.source.records import Document
 from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
-from llmx.tasks.base import NATS, Loss, Mean
+from llmx.tasks.base import NATS, Accumulator, Loss, Mean, Task
 from llmx.tasks.online import (
     OnlineTask,
     Prompt,
@@ -79,38 +80,8 @@ class Options:
     alpha: float = number(0.5, minimum=0, below=1, example=0.5)
     """The part of the hard loss, the cross entropy of the data."""
 
-    def check(self) -> None:
-        """Raise ConfigError for values that do not go together."""
-        if not self.teacher:
-            raise ConfigError(
-                "task=distill needs a teacher, and task.options.teacher is empty. Set it to a "
-                "directory or a Hub id, e.g. task.options.teacher=Qwen/Qwen3-8B."
-            )
-        if self.teacher_revision is not None and self.teacher.startswith("/"):
-            raise ConfigError(
-                f"task.options.teacher_revision={self.teacher_revision}: a local directory has no "
-                "revisions. Remove it, or set task.options.teacher to a Hub id."
-            )
-        if self.on_policy and self.teacher_logits == "stored":
-            raise ConfigError(
-                "task.options.teacher_logits=stored with on_policy=true: completions are drawn at "
-                "every step, so nothing of them can be stored. Set "
-                "task.options.teacher_logits=live."
-            )
-        if self.on_policy and self.alpha:
-            raise ConfigError(
-                f"task.options.alpha={self.alpha:g} with on_policy=true: the student draws its own "
-                "completions, so there is no hard loss. Set task.options.alpha=0."
-            )
-        if not self.on_policy and self.max_new_tokens != AUTO:
-            raise ConfigError(
-                f"task.options.max_new_tokens={self.max_new_tokens} has no effect: only the "
-                "student's own completions have a limit. Set task.options.on_policy=true, or "
-                "remove it."
-            )
 
-
-class Distill(OnlineTask):
+class Distill(Task):
     """One student is trained; the teacher has weights of its own."""
 
     Options = Options
@@ -124,48 +95,33 @@ class Distill(OnlineTask):
         return True
 
     @classmethod
-    def generates_with(cls, exp: Experiment) -> bool:
-        return bool(exp.task.options.get("on_policy"))
+    def variant(cls, options: Mapping[str, Any]) -> type[Task]:
+        return OnPolicyDistill if options.get("on_policy") else cls
 
-    @classmethod
-    def config_problems(cls, exp: Experiment) -> list[str]:
-        return new_tokens_problems(exp)
-
-    @classmethod
-    def auto_options(cls, exp: Experiment) -> dict[str, Any]:
-        """Defaults of on-policy distillation."""
-        if not cls.generates_with(exp):
-            return {}
-        chosen = {"teacher_logits": "live", "loss": "reverse_kl", "alpha": 0.0}
-        options = exp.task.options
-        return {name: value for name, value in chosen.items() if name not in options} | (
-            auto_new_tokens(exp)
-        )
-
-    @property
-    def loss_on(self) -> str:
-        """On-policy, a prompt ends where the last answer begins."""
-        return "last" if self.generates else super().loss_on
-
-    @property
-    def rollout_columns(self) -> tuple[Column, ...]:  # type: ignore[override]
-        return (Column("truncated", per="example"),) if self.generates else ()
-
-    def encode(self, row: Any) -> Example | None:
-        """On-policy, prompts are never cut."""
-        return Example.of(row, cut="none") if self.generates else Example.of(row)
+    def problems(self) -> Iterator[str]:
+        options = self.options
+        if not options.teacher:
+            yield (
+                "task=distill needs a teacher, and task.options.teacher is empty. Set it to a "
+                "directory or a Hub id, e.g. task.options.teacher=Qwen/Qwen3-8B."
+            )
+        if options.teacher_revision is not None and options.teacher.startswith("/"):
+            yield (
+                f"task.options.teacher_revision={options.teacher_revision}: a local directory has "
+                "no revisions. Remove it, or set task.options.teacher to a Hub id."
+            )
+        if not options.on_policy and options.max_new_tokens != AUTO:
+            yield (
+                f"task.options.max_new_tokens={options.max_new_tokens} has no effect: only the "
+                "student's own completions have a limit. Set task.options.on_policy=true, or "
+                "remove it."
+            )
 
     def encoding_identity(self) -> dict[str, Any]:
-        """No option but ``on_policy``: a sweep over the others prepares nothing anew."""
-        return {"kind": "prompts with a reference", "version": 1} if self.generates else {}
+        """No option: a sweep over them prepares nothing anew."""
+        return {}
 
     def check_source(self, split: DatasetSplit) -> None:
-        if self.generates and split.has_text:
-            raise ConfigError(
-                "task.options.on_policy=true needs conversations, whose prompts the student "
-                "answers, and the data contains text. Map the columns with data.form and "
-                "data.columns, or set task.options.on_policy=false."
-            )
         if split.has_conversations and split.data.packing == "concat":
             raise ConfigError(
                 "data.packing=concat cuts rows at seq_len, and answers without their questions "
@@ -175,16 +131,10 @@ class Distill(OnlineTask):
     @property
     def metrics(self) -> Mapping[str, Metric]:
         kinds = ("train", "eval")
-        in_training = {"hard_loss": Metric("hard loss", "number", kinds=("train",))}
-        if self.generates:
-            in_training = {
-                "truncated": Metric("truncated", "percent", kinds=("train",)),
-                "completion_tokens": Metric("completion tokens", kinds=("train",)),
-            }
         return {
             "divergence": Metric("divergence", "number", kinds=kinds),
             "agreement": Metric("same top token", "percent", higher_is_better=True, kinds=kinds),
-            **in_training,
+            "hard_loss": Metric("hard loss", "number", kinds=("train",)),
         }
 
     def models(self) -> dict[str, ModelSpec]:
@@ -199,7 +149,7 @@ class Distill(OnlineTask):
         )
         return {"student": ModelSpec(), "teacher": teacher}
 
-    @property
+    @cached_property
     def _vocabulary(self) -> int:
         """Ids of the tokenizer that the student has rows for: what both distributions are over.
         Further rows of either network are padding, which they may have in different numbers."""
@@ -235,6 +185,112 @@ class Distill(OnlineTask):
         ids, logps = models["teacher"].of_logits(batch, top)
         return {IDS: ids, LOGPS: logps}
 
+    def loss(self, models: Models, batch: Batch) -> Loss:
+        """The mixture in training; plain cross entropy in an evaluation, so that runs compare."""
+        options, student = self.options, models["student"]
+        targets = batch["labels"] != IGNORE
+        if options.teacher_logits == "stored":
+            stored = batch[IDS][targets].long(), batch[LOGPS][targets]
+            apart, hard, agrees = student.of_logits(batch, self._stored_terms, *stored)
+        else:
+            teacher_logits = models["teacher"].target_logits(batch)
+            apart, hard, agrees = student.of_logits(batch, self._live_terms, teacher_logits)
+        mixed = options.alpha * hard + (1 - options.alpha) * options.temperature**2 * apart
+        metrics: dict[str, Any] = {
+            "divergence": apart.detach().sum(),
+            "agreement": agrees.sum(),
+        }
+        if student.is_training:
+            metrics["hard_loss"] = hard.detach().sum()
+        return Loss(
+            (mixed if student.is_training else hard).sum(),
+            weight=float(targets.sum()),
+            metrics=metrics,
+        )
+
+    def _stored_terms(
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        ids: torch.Tensor,
+        teacher_logps: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Terms of the loss with the stored outcomes of the teacher."""
+        size = self._vocabulary
+        student_logps = outcomes(logits[:, :size] / self.options.temperature, ids)
+        apart = self._divergence(student_logps, teacher_logps)
+        return apart, *hard_terms(logits, targets, ids[:, 0], size=size)
+
+    def _live_terms(
+        self, logits: torch.Tensor, targets: torch.Tensor, teacher_logits: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Terms of the loss with all logits of the teacher."""
+        size = min(self._vocabulary, teacher_logits.shape[1])
+        scaled = teacher_logits[:, :size].float() / self.options.temperature
+        student_logps = (logits[:, :size] / self.options.temperature).log_softmax(-1)
+        apart = self._divergence(student_logps, scaled.log_softmax(-1))
+        return apart, *hard_terms(logits, targets, scaled.argmax(-1), size=size)
+
+    def _divergence(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        return divergence(student, teacher, kind=self.options.loss, beta=self.options.beta)
+
+
+class OnPolicyDistill(Distill, OnlineTask):
+    """``task.options.on_policy=true``: the student answers the prompts of each step, and learns at
+    its own tokens."""
+
+    loss_on = "last"
+    rollout_columns = (Column("truncated", per="example"),)
+
+    @classmethod
+    def auto_options(cls, exp: Experiment) -> dict[str, Any]:
+        chosen = {"teacher_logits": "live", "loss": "reverse_kl", "alpha": 0.0}
+        options = exp.task.options
+        return {name: value for name, value in chosen.items() if name not in options} | (
+            auto_new_tokens(exp)
+        )
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from new_tokens_problems(self)
+        if self.options.teacher_logits == "stored":
+            yield (
+                "task.options.teacher_logits=stored with on_policy=true: completions are drawn at "
+                "every step, so nothing of them can be stored. Set "
+                "task.options.teacher_logits=live."
+            )
+        if self.options.alpha:
+            yield (
+                f"task.options.alpha={self.options.alpha:g} with on_policy=true: the student draws "
+                "its own completions, so there is no hard loss. Set task.options.alpha=0."
+            )
+
+    def encode(self, row: Any) -> Example | None:
+        """A prompt, never cut, with the last answer."""
+        return Example.of(row, cut="none")
+
+    def encoding_identity(self) -> dict[str, Any]:
+        """No option: a sweep over them prepares nothing anew."""
+        return {"kind": "prompts with a reference", "version": 1}
+
+    def check_source(self, split: DatasetSplit) -> None:
+        if split.has_text:
+            raise ConfigError(
+                "task.options.on_policy=true needs conversations, whose prompts the student "
+                "answers, and the data contains text. Map the columns with data.form and "
+                "data.columns, or set task.options.on_policy=false."
+            )
+        super().check_source(split)
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        shared = {name: of for name, of in super().metrics.items() if name != "hard_loss"}
+        return {
+            **shared,
+            "truncated": Metric("truncated", "percent", kinds=("train",)),
+            "completion_tokens": Metric("completion tokens", kinds=("train",)),
+        }
+
     def rollout(
         self, models: Models, prompts: Sequence[Prompt], key: RolloutKey
     ) -> list[list[Example]]:
@@ -260,71 +316,30 @@ class Distill(OnlineTask):
             examples.append([Example.of(sequence, truncated=float(not is_whole))])
         return examples
 
-    def evaluate(self, models: Models, batches: Iterable[Batch]) -> dict[str, Mean]:
-        """Also on-policy: of the answers in the data."""
-        return self.mean_losses(models, batches)
+    def evaluate(
+        self, models: Models, batches: Iterable[Batch]
+    ) -> Mapping[str, Mean | Accumulator]:
+        """The loss of the answers in the data."""
+        return Task.evaluate(self, models, batches)
 
     def loss(self, models: Models, batch: Batch) -> Loss:
-        """The mixture in training; plain cross entropy in an evaluation, so that runs compare."""
-        options, student = self.options, models["student"]
-        targets = batch["labels"] != IGNORE
-        size = self._vocabulary
-        if options.teacher_logits != "stored":
-            size = min(size, models["teacher"].vocab_size)
+        loss = super().loss(models, batch)
+        if "hard_loss" not in loss.metrics:
+            return loss
+        num_completions = float(len(batch["truncated"]))
+        metrics = {name: loss.metrics[name] for name in ("divergence", "agreement")}
+        metrics["truncated"] = (batch["truncated"].sum(), num_completions)
+        metrics["completion_tokens"] = (loss.weight, num_completions)
+        return replace(loss, metrics=metrics)
 
-        def stored(
-            logits: torch.Tensor,
-            targets: torch.Tensor,
-            ids: torch.Tensor,
-            teacher_logps: torch.Tensor,
-        ) -> tuple[torch.Tensor, ...]:
-            student_logps = outcomes(logits[:, :size] / options.temperature, ids)
-            return values(logits, targets, student_logps, teacher_logps, ids[:, 0])
 
-        def live(
-            logits: torch.Tensor, targets: torch.Tensor, teacher_logps: torch.Tensor
-        ) -> tuple[torch.Tensor, ...]:
-            teacher_logps = teacher_logps[:, :size].float() / options.temperature
-            student_logps = logits[:, :size] / options.temperature
-            best = teacher_logps.argmax(-1)
-            return values(
-                logits, targets, student_logps.log_softmax(-1), teacher_logps.log_softmax(-1), best
-            )
-
-        def values(
-            logits: torch.Tensor,
-            targets: torch.Tensor,
-            student_logps: torch.Tensor,
-            teacher_logps: torch.Tensor,
-            best: torch.Tensor,
-        ) -> tuple[torch.Tensor, ...]:
-            apart = divergence(student_logps, teacher_logps, kind=options.loss, beta=options.beta)
-            hard = logits.logsumexp(-1) - logits.gather(1, targets[:, None]).squeeze(1)
-            agrees = logits[:, :size].argmax(-1) == best
-            return apart, hard, agrees
-
-        if options.teacher_logits == "stored":
-            ids, logps = batch[IDS][targets].long(), batch[LOGPS][targets]
-            apart, hard, agrees = student.of_logits(batch, stored, ids, logps)
-        else:
-            teacher_logits = models["teacher"].target_logits(batch)
-            apart, hard, agrees = student.of_logits(batch, live, teacher_logits)
-        mixed = options.alpha * hard + (1 - options.alpha) * options.temperature**2 * apart
-        metrics: dict[str, Any] = {
-            "divergence": apart.detach().sum(),
-            "agreement": agrees.sum(),
-        }
-        if student.is_training and self.generates:
-            num_completions = float(len(batch["truncated"]))
-            metrics["truncated"] = (batch["truncated"].sum(), num_completions)
-            metrics["completion_tokens"] = (float(targets.sum()), num_completions)
-        elif student.is_training:
-            metrics["hard_loss"] = hard.detach().sum()
-        return Loss(
-            (mixed if student.is_training else hard).sum(),
-            weight=float(targets.sum()),
-            metrics=metrics,
-        )
+def hard_terms(
+    logits: torch.Tensor, targets: torch.Tensor, best: torch.Tensor, *, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 [rows]: the cross entropy of the targets; and whether the student's most likely token
+    of the first ``size`` is the ``best`` of the teacher."""
+    hard = logits.logsumexp(-1) - logits.gather(1, targets[:, None]).squeeze(1)
+    return hard, logits[:, :size].argmax(-1) == best
 
 
 def outcomes(scaled: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,10 @@ pytest tests/unit/test_tasks_dpo.py`` (losses against TRL's).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from llmx.config import Experiment
 from llmx.config.fields import choice, number
 from llmx.config.tasks import TaskDefaults
 from llmx.data import UnpairedPreference
@@ -24,7 +23,7 @@ from llmx.data.format.rows import Preference
 from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
-from llmx.tasks.base import Loss, unused_dropout
+from llmx.tasks.base import Loss, Normaliser, Task, unused_dropout
 from llmx.tasks.joint import EXAMPLES, JointLoss, JointTask
 
 if TYPE_CHECKING:
@@ -75,23 +74,8 @@ class Options:
     """Train with the dropout of the model and of the adapter. The reference has none, so with it
     the first log-ratios are noise around 0."""
 
-    def check(self) -> None:
-        """Raise ConfigError for values that do not go together."""
-        if self.loss == "robust" and not self.label_smoothing:
-            raise ConfigError(
-                "task.options.loss=robust corrects for swapped pairs and needs their share as "
-                "task.options.label_smoothing, which is 0. Set e.g. "
-                "task.options.label_smoothing=0.1, or task.options.loss=sigmoid."
-            )
-        if self.label_smoothing and self.loss not in SMOOTHED:
-            raise ConfigError(
-                f"task.options.label_smoothing={self.label_smoothing:g} has no effect with "
-                f"task.options.loss={self.loss}. Remove it, or set task.options.loss to one of "
-                f"{', '.join(SMOOTHED)}."
-            )
 
-
-class Dpo(JointTask):
+class Dpo(Task):
     """Targets are the last answers, those that differ."""
 
     defaults = TaskDefaults(full=1e-6, adapter=1e-5)
@@ -99,29 +83,38 @@ class Dpo(JointTask):
     takes: ClassVar[tuple[type, ...]] = (Preference, UnpairedPreference)
     columns = (Column(DESIRABLE, per="sequence", dtype="int8"),)
     loss_on = "last"
-
-    def __init__(self, exp: Experiment, tokenizer: Any) -> None:
-        super().__init__(exp, tokenizer)
-        self.joint = self.options.loss == "kto"
+    normaliser: Normaliser = "examples"
 
     @classmethod
-    def config_problems(cls, exp: Experiment) -> list[str]:
-        """Dropout that is asked for and would not be used."""
-        settings = unused_dropout(exp)
-        if not settings or exp.task.options.get("dropout"):
-            return []
-        return [
-            f"{settings}: task=dpo trains without dropout, since its reference has "
-            "none. Set it to 0, or task.options.dropout=true."
-        ]
+    def variant(cls, options: Mapping[str, Any]) -> type[Task]:
+        return Kto if options.get("loss") == "kto" else cls
+
+    def problems(self) -> Iterator[str]:
+        """Dropout that is asked for and would not be used, and options without an effect."""
+        options, dropout = self.options, unused_dropout(self.exp)
+        if dropout and not options.dropout:
+            yield (
+                f"{dropout}: task=dpo trains without dropout, since its reference has none. Set it "
+                "to 0, or task.options.dropout=true."
+            )
+        if options.loss == "robust" and not options.label_smoothing:
+            yield (
+                "task.options.loss=robust corrects for swapped pairs and needs their share as "
+                "task.options.label_smoothing, which is 0. Set e.g. "
+                "task.options.label_smoothing=0.1, or task.options.loss=sigmoid."
+            )
+        if options.label_smoothing and options.loss not in SMOOTHED:
+            yield (
+                f"task.options.label_smoothing={options.label_smoothing:g} has no effect with "
+                f"task.options.loss={options.loss}. Remove it, or set task.options.loss to one of "
+                f"{', '.join(SMOOTHED)}."
+            )
 
     def encoding_identity(self) -> dict[str, Any]:
         """No option changes the examples: a sweep over them prepares nothing anew."""
         return {"kind": "preference examples", "version": 1}
 
     def check_source(self, split: DatasetSplit) -> None:
-        if self.options.loss == "kto":
-            return
         unpaired = [
             source.path for source in split.sources if source.row_type is UnpairedPreference
         ]
@@ -135,15 +128,10 @@ class Dpo(JointTask):
     @property
     def metrics(self) -> Mapping[str, Metric]:
         kinds = ("train", "eval")
-        metrics = {
+        return {
             "accuracy": Metric("accuracy", "percent", higher_is_better=True, kinds=kinds),
             "rewards_chosen": Metric("rewards/chosen", "number", kinds=kinds),
             "rewards_rejected": Metric("rewards/rejected", "number", kinds=kinds),
-        }
-        if self.options.loss == "kto":
-            return {**metrics, "kl": Metric("KL", "number", kinds=kinds)}
-        return {
-            **metrics,
             "margin": Metric("margin", "number", higher_is_better=True, kinds=kinds),
         }
 
@@ -223,15 +211,28 @@ class Dpo(JointTask):
             return batch[REFERENCE].to(like.device, non_blocking=True)
         return like.detach() * 0.0
 
+
+class Kto(Dpo, JointTask):
+    """``task.options.loss=kto``: answers with a verdict each, compared with the whole step."""
+
+    def check_source(self, split: DatasetSplit) -> None:
+        """Both answers of a pair have a verdict, too."""
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """A KL divergence in place of the margin, which only a pair has."""
+        of_answers = {name: of for name, of in super().metrics.items() if name != "margin"}
+        return {**of_answers, "kl": Metric("KL", "number", kinds=("train", "eval"))}
+
     def outputs(self, models: Models, batch: Batch) -> torch.Tensor:
-        """The log-ratio and the mean log-probability of each answer, [sequences, 2], for KTO."""
+        """The log-ratio and the mean log-probability of each answer, [sequences, 2]."""
         import torch
 
         logp, reference, per_token = self._log_probabilities(models, batch)
         return torch.stack([logp - reference, per_token], dim=1)
 
     def joint_loss(self, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> JointLoss:
-        """The losses of KTO, whose reference point is that of the whole step."""
+        """The losses of all answers; their reference point is that of the whole step."""
         return kto_step(self.options, outputs, columns)
 
 
@@ -318,7 +319,7 @@ def kto_step(
     forward passes; this is the estimate of TRL's former ``kto_pair``.
 
     Args:
-        outputs: of ``Dpo.outputs``, for all sequences.
+        outputs: of ``Kto.outputs``, for all sequences.
     """
     import torch
 

@@ -65,15 +65,6 @@ class Options:
     recall_at: int = number(10, minimum=1, maximum=10_000, example=10)
     """``recall`` is the part of held-out queries whose passage is among the first so many."""
 
-    def check(self) -> None:
-        """Raise ConfigError for values that do not go together."""
-        too_small = [dims for dims in self.matryoshka_dims if dims < 1]
-        if too_small or len(set(self.matryoshka_dims)) != len(self.matryoshka_dims):
-            raise ConfigError(
-                f"task.options.matryoshka_dims={self.matryoshka_dims}: must be different whole "
-                "numbers from 1, e.g. [256, 128, 64]."
-            )
-
 
 class Embed(JointTask):
     """The passage of a query is more similar to it than all other passages of the step."""
@@ -88,6 +79,14 @@ class Embed(JointTask):
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         super().__init__(exp, tokenizer)
         self._pooling: str | None = None
+
+    def problems(self) -> Iterator[str]:
+        dims = self.options.matryoshka_dims
+        if min(dims, default=1) < 1 or len(set(dims)) != len(dims):
+            yield (
+                f"task.options.matryoshka_dims={dims}: must be different whole numbers from 1, "
+                "e.g. [256, 128, 64]."
+            )
 
     # Data
 
@@ -258,9 +257,6 @@ class Pairs:
     """int64 [pairs]: equal for equal texts."""
     passage_text: torch.Tensor
     """int64 [passages]."""
-    query_of: torch.Tensor
-    """int64 [passages]: the text of the query whose positive a passage is; with ``is_positive``."""
-    is_positive: torch.Tensor
     mask_duplicates: bool
 
     @classmethod
@@ -276,25 +272,13 @@ class Pairs:
         is_passage[queries] = False
         passages = torch.nonzero(is_passage).squeeze(1)
         positives = queries - torch.arange(count, device=ids.device)
-        is_positive = torch.zeros(len(passages), dtype=torch.bool, device=ids.device)
-        is_positive[positives] = True
-        query_text = text[queries]
-        return cls(
-            queries,
-            passages,
-            positives,
-            query_text,
-            text[passages],
-            query_text[ids[passages]],
-            is_positive,
-            mask_duplicates,
-        )
+        return cls(queries, passages, positives, text[queries], text[passages], mask_duplicates)
 
     def hidden(self, rows: torch.Tensor) -> torch.Tensor:
         """bool [rows, passages]: which are no negatives of these queries, beside their positive."""
         query, passage = self.query_text[rows, None], self.passage_text[self.positives[rows], None]
         equal = (self.passage_text == passage) | (self.passage_text == query)
-        equal |= (self.query_of == query) & self.is_positive
+        equal[:, self.positives] |= self.query_text == query
         return self._but_own(equal, self.positives[rows])
 
     def hidden_queries(self, rows: torch.Tensor) -> torch.Tensor:

@@ -151,11 +151,9 @@ class Episodes:
         limit_s: float,
     ) -> None:
         """``texts``: (prompt, reference) of each sample. ``limit_s``: of each call."""
-        import torch
+        from llmx.collectives import world
 
-        distributed = torch.distributed.is_initialized()
-        self._world = torch.distributed.get_world_size() if distributed else 1
-        self._rank = torch.distributed.get_rank() if distributed else 0
+        self._world, self._rank = world()
         self._make = make
         self._texts = texts
         self._observations = observations

@@ -8,12 +8,11 @@ that are better than the others of their group. The ranks that train also genera
 ``python -m pytest tests/unit/test_tasks_grpo.py`` (losses, gradients and advantages against TRL's).
 """
 
-# ruff: noqa: RUF009 - the helpers return dataclasses.field()
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,17 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from llmx.config import Experiment
-from llmx.config.fields import (
-    AUTO,
-    Range,
-    Text,
-    choice,
-    items,
-    model_source,
-    number,
-    number_or_auto,
-    text,
-)
+from llmx.config.fields import choice, number
 from llmx.config.tasks import TaskDefaults
 from llmx.data import EvalPrompt, Sample, SampleStore, collate
 from llmx.data.examples import Column, Example, Rejected, Tokens
@@ -62,18 +51,16 @@ from llmx.tasks.policy_loss import (
     policy_loss,
 )
 from llmx.tasks.rewards import (
-    BUILT_IN,
     ENVIRONMENT,
     MATH,
     REWARD_MODEL,
     Reward,
     Scored,
     all_outcomes,
-    check_options,
     reward_functions,
-    reward_problems,
     short_names,
 )
+from llmx.tasks.rollout_options import RolloutOptions
 from llmx.text import plural
 from llmx.tolerance import rule, too_much
 
@@ -85,83 +72,6 @@ if TYPE_CHECKING:
 
 BY_TOKEN = ("dapo", "cispo")
 """Losses that are means over the target tokens of a step; the others over its completions."""
-
-
-@dataclass
-class RolloutOptions:
-    """The part of ``task.options`` that says how completions are drawn and rewarded."""
-
-    environment: str | None = text(
-        None,
-        Text(200, pattern=r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", rule="be package.module:Class"),
-        example="my_env:Calculator",
-    )
-    """A class of your own that answers completions, so that a sample has several turns: tools, a
-    game. The sum of its rewards is the reward ``environment``, beside ``rewards``, which may be
-    empty."""
-    max_turns: int = number(4, minimum=1, maximum=1000)
-    """Completions of a sample with an ``environment``, each of at most ``max_new_tokens``; all
-    turns together are at most ``data.seq_len``."""
-    rewards: list[str] = items(
-        ["exact_match"],
-        maximum=20,
-        example="[exact_match]",
-        rule=Text(
-            200,
-            pattern=r"(" + "|".join(BUILT_IN) + r")|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*",
-            rule=f"be {', '.join(BUILT_IN)}, or a function of your own, package.module:function "
-            "(which may run code in a sandbox)",
-        ),
-    )
-    """What a completion is rewarded for (with an ``environment``: the last one). A function of your
-    own takes the texts of the prompt, the completion and the reference (the completion in the
-    data), and returns a number."""
-    reward_weights: list[float] = items(
-        maximum=20, example="[1, 0.5]", values=Range(-(10**6), 10**6)
-    )
-    """The weight of each reward in the sum; empty: 1 each."""
-    reward_timeout_s: float = number(10.0, above=0, maximum=3600)
-    """A reward function that takes longer for a completion is ended, and that completion has no
-    reward."""
-    format: str | None = None
-    """The regular expression of the reward ``format``."""
-    overlong_buffer: int = number(0, minimum=0, maximum=2**24, example=64)
-    """Over so many last tokens before ``max_new_tokens`` the reward ``overlong`` falls from 0 to
-    -1."""
-    reward_model: str = model_source()
-    """A model that ``task=reward`` has trained, with the tokenizer of the run: its score is a
-    reward, too."""
-    reward_model_weight: float = number(1.0, minimum=-(10**6), maximum=10**6)
-    """The weight of its score in the sum."""
-    max_new_tokens: int = number_or_auto(AUTO, minimum=1, maximum=2**24, example=256)
-    """The most tokens of a completion; fewer where ``data.seq_len`` leaves less room. ``auto`` is
-    256, or half of ``data.seq_len`` where that is less."""
-    temperature: float = number(1.0, minimum=0.01, maximum=100)
-    """Temperature of the completions, and of the policy that is trained."""
-    top_p: float = number(1.0, above=0, maximum=1)
-    top_k: int = number(0, minimum=0, maximum=10**6)
-    mask_truncated: bool = False
-    """Completions without a stop token train nothing (their rewards count in their group)."""
-
-    def check(self) -> None:
-        """Raise ConfigError for values that do not go together."""
-        if not self.rewards and not self.reward_model and not self.environment:
-            raise ConfigError(
-                "task.options.rewards is empty, and there is no task.options.reward_model. Set "
-                "e.g. task.options.rewards=[exact_match]."
-            )
-        if self.environment and "overlong" in self.rewards:
-            raise ConfigError(
-                "task.options.rewards has overlong, which judges the length of one completion, and "
-                "task.options.environment makes several. Remove one of them."
-            )
-        check_options(self.rewards, overlong_buffer=self.overlong_buffer, pattern=self.format)
-        if self.temperature != 1 and (self.top_k or self.top_p < 1):
-            raise ConfigError(
-                f"task.options.temperature={self.temperature:g} with top_k or top_p: the "
-                "probability of a token under the policy is then unknown to the loss. Set "
-                "task.options.temperature=1, or leave top_k and top_p out."
-            )
 
 
 @dataclass
@@ -198,16 +108,15 @@ class Options(RolloutOptions):
     """How often, at most, as many other prompts are drawn as groups are to be replaced. Groups
     that are then left stay."""
 
-    def check(self) -> None:
-        """Raise ConfigError for values that do not go together."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if self.kl == "k1" and self.kl_in == "loss" and self.beta:
-            raise ConfigError(
+            yield (
                 "task.options.kl=k1 in the loss has a gradient of mean 0, so it holds nothing. Set "
                 "task.options.kl=k3, or task.options.kl_in=reward."
             )
         if self.dynamic_sampling and self.beta and self.kl_in == "reward":
-            raise ConfigError(
+            yield (
                 "task.options.dynamic_sampling=true: with the KL divergence in the reward no two "
                 "rewards are equal. Set task.options.kl_in=loss task.options.kl=k3, or "
                 "task.options.dynamic_sampling=false."
@@ -283,12 +192,8 @@ class Grpo(OnlineTask):
         super().__init__(exp, tokenizer)
         self.updates = self.options.updates
         self.normaliser = self._normaliser
-        self._measures = [
-            *map(_metric, self._rewards),
-            "reward",
-            *self._measured_beside,
-            *self._turns,
-        ]
+        self._measures = [*map(_metric, self._rewards), "reward", *self._measured_beside]
+        self._measures += [TURNS] if self.options.environment else []
         measured = (len(self._measures),)
         self.rollout_columns = (
             Column("old_logp", per="token"),
@@ -305,31 +210,28 @@ class Grpo(OnlineTask):
         )
         self.asks_tokenizer = bool(self.options.environment)
 
-    @classmethod
-    def config_problems(cls, exp: Experiment) -> list[str]:
+    def problems(self) -> Iterator[str]:
         """Options that no rollout can be made with, and rewards that are not there."""
-        options, problems = exp.task.options, []
+        exp = self.exp
         if dropout := unused_dropout(exp):
-            problems.append(
+            yield (
                 f"{dropout}: task={exp.task.kind} trains without dropout, as it draws its samples. "
                 "Set it to 0."
             )
         if exp.data.packing != "none":
-            problems.append(
+            yield (
                 f"data.packing={exp.data.packing}: for task={exp.task.kind} a sample is one "
                 "prompt. Set data.packing=none."
             )
-        problems += new_tokens_problems(exp)
-        if options.get("environment") and exp.task.eval_generate:
-            problems.append(
+        yield from new_tokens_problems(self)
+        if self.options.environment and exp.task.eval_generate:
+            yield (
                 f"task.eval_generate={exp.task.eval_generate}: held-out prompts are completed in "
                 "one turn, without task.options.environment. Set task.eval_generate=0."
             )
-        problems += _staleness_problems(exp)
-        names, weights = options.get("rewards"), options.get("reward_weights")
-        if isinstance(names, list):
-            problems += reward_problems(list(map(str, names)), weights or [])
-        return problems
+        if self.corrects_staleness and exp.rollout.weights_samples:
+            yield from _staleness_problems(exp, self.options)
+        yield from self.options.problems()
 
     @classmethod
     def auto_options(cls, exp: Experiment) -> dict[str, Any]:
@@ -368,13 +270,7 @@ class Grpo(OnlineTask):
 
     @cached_property
     def _functions(self) -> dict[str, Reward]:
-        options = self.options
-        return reward_functions(
-            options.rewards,
-            max_new_tokens=options.max_new_tokens,
-            overlong_buffer=options.overlong_buffer,
-            pattern=options.format,
-        )
+        return reward_functions(self.options)
 
     @cached_property
     def _environment(self) -> Callable[[], Environment]:
@@ -408,16 +304,13 @@ class Grpo(OnlineTask):
         )
 
     @property
-    def _turns(self) -> tuple[str, ...]:
-        return (TURNS,) if self.options.environment else ()
-
-    @property
     def metrics(self) -> Mapping[str, Metric]:
         is_scored = self.exp.task.eval_generate and self.options.rewards
         both = ("train", "eval") if is_scored else ("train",)
         train = {
             name: Metric(**_MEASURED_METRICS[name], kinds=("train",))
-            for name in (*self._measured_beside, *self._turns)
+            for name in self._measures
+            if name in _MEASURED_METRICS
         }
         if self.options.beta:
             train["kl"] = Metric("KL", kinds=("train",))
@@ -737,28 +630,21 @@ class Grpo(OnlineTask):
     ) -> list[Any]:
         """``function`` of a frozen model for every sample: one value each. The ranks share the
         samples, and make as many forwards as each other. Collective."""
-        import torch
+        from llmx.collectives import shared, world
 
-        from llmx.collectives import all_gather
-
-        size = max(1, self.exp.batch.micro_batch)
-        batches = [drawn[at : at + size] for at in range(0, len(drawn), size)]
-        distributed = torch.distributed.is_initialized()
-        world = torch.distributed.get_world_size() if distributed else 1
-        rank = torch.distributed.get_rank() if distributed else 0
-        values: dict[int, list[Any]] = {}
-        for first in range(0, len(batches), world):
-            at = first + rank
+        def values(part: Sequence[Drawn]) -> list[Any]:
             batch = collate(
-                [sample.sample() for sample in (batches[at] if at < len(batches) else [])],
+                [sample.sample() for sample in part],
                 seq_len=self.exp.data.seq_len,
                 pad_id=self.pad_id,
                 layout=model.attention.layout,
             )
-            values[at] = function(model, batch)
-        parts = all_gather(values) if distributed else [values]
-        merged = {at: part for by_batch in parts for at, part in by_batch.items()}
-        return [value for at in range(len(batches)) for value in merged[at]]
+            return function(model, batch)
+
+        size, num_ranks = max(1, self.exp.batch.micro_batch), world()[0]
+        batches = [drawn[at : at + size] for at in range(0, len(drawn), size)]
+        batches += [[]] * (-len(batches) % num_ranks)
+        return [value for part in shared(batches, values) for value in part]
 
     def _reference_logps(self, model: Model, batch: Batch) -> list[np.ndarray]:
         logps, _ = self._token_values(model, batch)
@@ -972,25 +858,22 @@ SHOWN = 200
 """Characters of a sample in the log."""
 
 
-def _staleness_problems(exp: Experiment) -> list[str]:
-    """Problems of options with samples that are weighted by importance."""
-    rollout, options, problems = exp.rollout, exp.task.options, []
-    if not rollout.weights_samples:
-        return []
-    if (updates := options.get("updates", 1)) != 1:
+def _staleness_problems(exp: Experiment, options: Options) -> Iterator[str]:
+    """Yield a message for each option that samples weighted by importance do not take."""
+    rollout = exp.rollout
+    if options.updates != 1:
         vllm = rollout.vllm_python is not None
         why = "rollout.vllm_python" if vllm else f"rollout.max_staleness={rollout.max_staleness}"
-        problems.append(
-            f"task.options.updates={updates}, {why}: the ratio of these samples is taken against "
-            f"the policy of their one update. Set task.options.updates=1, or "
+        yield (
+            f"task.options.updates={options.updates}, {why}: the ratio of these samples is taken "
+            "against the policy of their one update. Set task.options.updates=1, or "
             f"{'leave rollout.vllm_python out' if vllm else 'rollout.max_staleness=0'}."
         )
-    if options.get("loss") in ("gspo", "rloo") and rollout.importance == "token":
-        problems.append(
-            f"task.options.loss={options['loss']} has one ratio for a completion, and "
+    if options.loss in ("gspo", "rloo") and rollout.importance == "token":
+        yield (
+            f"task.options.loss={options.loss} has one ratio for a completion, and "
             "rollout.importance=token one weight for each token. Set rollout.importance=sequence."
         )
-    return problems
 
 
 def _metric(reward: str) -> str:

@@ -32,7 +32,6 @@ class JointLoss:
 class JointTask(Task):
     """``outputs`` and ``joint_loss`` take the place of ``loss``, a mean over examples."""
 
-    joint = True
     normaliser: Normaliser = "examples"
 
     def outputs(self, models: Models, batch: Batch) -> torch.Tensor:
@@ -70,9 +69,7 @@ class JointTask(Task):
     def evaluate(
         self, models: Models, batches: Iterable[Batch]
     ) -> Mapping[str, Mean | Accumulator]:
-        """``measured`` over all ranks; the ``loss`` where an option has made it a plain one."""
-        if not self.joint:
-            return super().evaluate(models, batches)
+        """``measured`` over all ranks."""
         columns = [column.name for column in self.columns if column.per != "token"]
         names = [name for name, metric in self.metrics.items() if "eval" in metric.kinds]
         held_out = HeldOut(columns, self.measured, names=("loss", *names))

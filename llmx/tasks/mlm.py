@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -40,15 +41,6 @@ class Options:
     """Words are chosen instead of tokens: all tokens of one, or none. Where a tokenizer makes a
     token of each Chinese character, each character is a word."""
 
-    def check(self) -> None:
-        """Raise ConfigError for parts whose sum is over 1."""
-        if self.mask_token_part + self.random_token_part > 1:
-            raise ConfigError(
-                f"task.options.random_token_part={self.random_token_part}: the sum with "
-                f"mask_token_part={self.mask_token_part} is over 1. Set it to "
-                f"{1 - self.mask_token_part:.3g}, for example."
-            )
-
 
 class Mlm(Task):
     """The hidden tokens of a document are predicted from all the others."""
@@ -71,6 +63,14 @@ class Mlm(Task):
                 f"task=mlm: the tokenizer of {tokenizer.name_or_path!r} has no mask "
                 "token. Train one with `python -m llmx tokenizer kind=wordpiece ...`, set "
                 "mask_token in its tokenizer_config.json, or use task=pretrain."
+            )
+
+    def problems(self) -> Iterator[str]:
+        mask, other = self.options.mask_token_part, self.options.random_token_part
+        if mask + other > 1:
+            yield (
+                f"task.options.random_token_part={other}: the sum with mask_token_part={mask} is "
+                f"over 1. Set it to {1 - mask:.3g}, for example."
             )
 
     def encoding_identity(self) -> dict[str, Any]:

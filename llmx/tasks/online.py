@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmx.config import Experiment
 from llmx.data.examples import Column, Example
 from llmx.models.sampling import sample_seed
-from llmx.tasks.base import Task
+from llmx.tasks.base import Accumulator, Mean, Task
 
 if TYPE_CHECKING:
-    from llmx.models.model import Models
+    from llmx.models.model import Batch, Models
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,6 @@ class GeneratedSample:
 class OnlineTask(Task):
     """A task whose data are prompts, and whose steps are made by ``rollout``."""
 
-    generates = True
     corrects_staleness: ClassVar[bool] = False
     """Whether its loss is right for samples of older weights (``rollout.max_staleness``)."""
     rollout_columns: tuple[Column, ...] = ()
@@ -71,14 +70,15 @@ class OnlineTask(Task):
     generated: Sequence[GeneratedSample] = ()
     """The samples of the newest rollout, for ``rollouts.jsonl`` and the report."""
 
-    @classmethod
-    def generates_with(cls, exp: Experiment) -> bool:
-        """The value of ``generates``, where it depends on the options."""
-        return cls.generates
+    @property
+    def evaluates_loss(self) -> bool:
+        return type(self).evaluate is not OnlineTask.evaluate
 
-    def __init__(self, exp: Experiment, tokenizer: Any) -> None:
-        self.generates = self.generates_with(exp)
-        super().__init__(exp, tokenizer)
+    def evaluate(
+        self, models: Models, batches: Iterable[Batch]
+    ) -> Mapping[str, Mean | Accumulator]:
+        """Nothing: the data has prompts alone."""
+        return {}
 
     def rollout(
         self, models: Models, prompts: Sequence[Prompt], key: RolloutKey
@@ -88,15 +88,14 @@ class OnlineTask(Task):
         raise NotImplementedError(f"{type(self).__name__}.rollout")
 
 
-def new_tokens_problems(exp: Experiment) -> list[str]:
-    """A message where completions are longer than a sample."""
-    new_tokens = exp.task.options.get("max_new_tokens")
-    if not isinstance(new_tokens, int) or new_tokens < exp.data.seq_len:
-        return []
-    return [
-        f"task.options.max_new_tokens={new_tokens}: prompt and completion are at most "
-        f"data.seq_len={exp.data.seq_len} tokens. Set task.options.max_new_tokens=auto."
-    ]
+def new_tokens_problems(task: OnlineTask) -> Iterator[str]:
+    """Yield a message where completions are longer than a sample."""
+    new_tokens, seq_len = task.options.max_new_tokens, task.exp.data.seq_len
+    if new_tokens >= seq_len:
+        yield (
+            f"task.options.max_new_tokens={new_tokens}: prompt and completion are at most "
+            f"data.seq_len={seq_len} tokens. Set task.options.max_new_tokens=auto."
+        )
 
 
 def auto_new_tokens(exp: Experiment) -> dict[str, int]:

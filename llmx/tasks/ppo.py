@@ -23,7 +23,7 @@ from llmx.config.fields import model_source, number
 from llmx.config.tasks import TaskDefaults
 from llmx.run.metrics import Metric
 from llmx.tasks.base import Loss, Normaliser
-from llmx.tasks.grpo import Drawn, Group, Grpo, RolloutOptions, Signal
+from llmx.tasks.grpo import Drawn, Group, Grpo, Signal
 from llmx.tasks.online import RolloutKey
 from llmx.tasks.policy_loss import (
     clipped_gains,
@@ -33,6 +33,7 @@ from llmx.tasks.policy_loss import (
     value_losses,
     whitened,
 )
+from llmx.tasks.rollout_options import RolloutOptions
 
 if TYPE_CHECKING:
     from llmx.models.model import Batch, Model, Models, ModelSpec

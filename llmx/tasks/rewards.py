@@ -24,11 +24,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmx.config.build import shown
 from llmx.errors import ConfigError
 from llmx.run.metrics.completions import exact_match, failure, load_function
+
+if TYPE_CHECKING:
+    from llmx.tasks.rollout_options import RolloutOptions
 
 MATH = "math_verify"
 REWARD_MODEL = "reward_model"
@@ -71,9 +74,16 @@ def short_names(names: Sequence[str]) -> list[str]:
     return [re.split("[:.]", name)[-1] for name in names]
 
 
-def reward_problems(names: Sequence[str], weights: Sequence[float]) -> Iterator[str]:
-    """Yield a message for rewards that cannot be used together, or not on this machine."""
+def reward_problems(options: RolloutOptions) -> Iterator[str]:
+    """Yield a message for rewards that cannot be used together, or not on this machine, and for
+    one whose option is missing, or an option without its reward."""
+    names, weights, pattern = options.rewards, options.reward_weights, options.format
     key = f"task.options.rewards={shown(list(names))}"
+    if not names and not options.reward_model and not options.environment:
+        yield (
+            "task.options.rewards is empty, and there is no task.options.reward_model. Set e.g. "
+            "task.options.rewards=[exact_match]."
+        )
     by_name = Counter([*short_names(names), ENVIRONMENT, REWARD_MODEL])
     twice = [name for name, count in by_name.items() if count > 1]
     if twice:
@@ -85,15 +95,37 @@ def reward_problems(names: Sequence[str], weights: Sequence[float]) -> Iterator[
         )
     if MATH in names and importlib.util.find_spec(MATH) is None:
         yield f"{key}: the package math-verify is not installed. Run: pip install math-verify"
+    if options.environment and "overlong" in names:
+        yield (
+            "task.options.rewards has overlong, which judges the length of one completion, and "
+            "task.options.environment makes several. Remove one of them."
+        )
+    if "format" in names and not pattern:
+        yield (
+            "task.options.rewards has format, and task.options.format is not set. Set it to a "
+            "regular expression that the whole completion must match, e.g. "
+            "task.options.format='<think>.*</think>.*'."
+        )
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        yield f"task.options.format={pattern}: is not a regular expression: {error}."
+    if "overlong" in names and not options.overlong_buffer:
+        yield (
+            "task.options.rewards has overlong, and task.options.overlong_buffer is 0. Set it to "
+            "the number of last tokens over which the penalty grows, e.g. "
+            "task.options.overlong_buffer=64."
+        )
+    for name, option in {"format": "format", "overlong": "overlong_buffer"}.items():
+        value = getattr(options, option)
+        if value and name not in names:
+            yield (
+                f"task.options.{option}={value} has no effect without the reward {name}. Add "
+                f"{name} to task.options.rewards, or remove the option."
+            )
 
 
-def reward_functions(
-    names: Sequence[str],
-    *,
-    max_new_tokens: int,
-    overlong_buffer: int,
-    pattern: str | None,
-) -> dict[str, Reward]:
+def reward_functions(options: RolloutOptions) -> dict[str, Reward]:
     """The functions by the name of their metric.
 
     Raises:
@@ -101,20 +133,20 @@ def reward_functions(
     """
 
     def overlong(scored: Scored) -> float:  # DAPO, Yu et al. 2025, eq. 13
-        excess = scored.num_tokens - (max_new_tokens - overlong_buffer)
-        return -min(1.0, max(0, excess) / overlong_buffer)
+        excess = scored.num_tokens - (options.max_new_tokens - options.overlong_buffer)
+        return -min(1.0, max(0, excess) / options.overlong_buffer)
 
     built_in: dict[str, Reward] = {
         "exact_match": lambda scored: exact_match(scored.completion, scored.reference),
         "format": lambda scored: float(
-            re.fullmatch(pattern or "", scored.completion, re.DOTALL) is not None
+            re.fullmatch(options.format or "", scored.completion, re.DOTALL) is not None
         ),
-        "length": lambda scored: scored.num_tokens / max_new_tokens,
+        "length": lambda scored: scored.num_tokens / options.max_new_tokens,
         "overlong": overlong,
         MATH: _math_verify,
     }
-    functions = [built_in[name] if name in built_in else _of_user(name) for name in names]
-    return dict(zip(short_names(names), functions, strict=True))
+    functions = [built_in[name] if name in built_in else _of_user(name) for name in options.rewards]
+    return dict(zip(short_names(options.rewards), functions, strict=True))
 
 
 def _of_user(path: str) -> Reward:
@@ -206,52 +238,11 @@ def all_outcomes(
 
     ``may_abstain``: all of them may return None for a row; else it is a failure.
     """
-    import torch
-
-    from llmx.collectives import all_gather
+    from llmx.collectives import shared
 
     def of_row(row: Scored) -> list[Outcome]:
         outcomes = [outcome(reward, row, limit_s=limit_s) for reward in rewards.values()]
         are_none = not may_abstain and outcomes == [Outcome(None)] * len(outcomes)
         return [Outcome(None, NO_VALUE)] * len(outcomes) if are_none else outcomes
 
-    def here(part: Sequence[Scored]) -> list[list[Outcome]]:
-        return [of_row(row) for row in part]
-
-    if not torch.distributed.is_initialized():
-        return here(rows)
-    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    outcomes: list[list[Outcome]] = [[] for _ in rows]
-    for from_rank, part in enumerate(all_gather(here(rows[rank::world]))):
-        outcomes[from_rank::world] = part
-    return outcomes
-
-
-def check_options(names: Sequence[str], *, overlong_buffer: int, pattern: str | None) -> None:
-    """Raise ConfigError for a reward whose option is missing, or an option without its reward."""
-    if "format" in names and not pattern:
-        raise ConfigError(
-            "task.options.rewards has format, and task.options.format is not set. Set it to a "
-            "regular expression that the whole completion must match, e.g. "
-            "task.options.format='<think>.*</think>.*'."
-        )
-    if pattern is not None:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ConfigError(
-                f"task.options.format={pattern}: is not a regular expression: {error}."
-            ) from error
-    if "overlong" in names and not overlong_buffer:
-        raise ConfigError(
-            "task.options.rewards has overlong, and task.options.overlong_buffer is 0. Set it to "
-            "the number of last tokens over which the penalty grows, e.g. "
-            "task.options.overlong_buffer=64."
-        )
-    for name, value in {"format": pattern, "overlong": overlong_buffer}.items():
-        option = "overlong_buffer" if name == "overlong" else name
-        if value and name not in names:
-            raise ConfigError(
-                f"task.options.{option}={value} has no effect without the reward {name}. Add "
-                f"{name} to task.options.rewards, or remove the option."
-            )
+    return shared(rows, of_row)

@@ -5,7 +5,7 @@ An eval prompt is a held-out conversation up to its last completion, rendered as
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,23 +57,21 @@ class Sft(Task):
         if options.turn_weights:
             self.columns = (TOKEN_WEIGHT,)
 
-    @classmethod
-    def config_problems(cls, exp: Experiment) -> list[str]:
+    def problems(self) -> Iterator[str]:
         """Conversations are learned whole, and a short one has a question and an answer."""
-        data, problems = exp.data, []
+        data = self.exp.data
         if data.packing == "concat":
-            problems.append(
+            yield (
                 "data.packing=concat: would cut completions at data.seq_len. For task=sft use "
                 "data.packing=best_fit or none."
             )
         short = data.seq_len < LEAST_CHAT_TOKENS
         if short and data.form != "text" and data.loss_on != "all":
-            problems.append(
+            yield (
                 f"data.seq_len={data.seq_len}: too short for a question with its answer. The "
                 f"chat template alone takes most of {LEAST_CHAT_TOKENS} tokens. Set e.g. "
                 "data.seq_len=512."
             )
-        return problems
 
     def encoding_identity(self) -> dict[str, Any]:
         """Nothing of its own but the weights: ``loss_on`` says the rest."""

@@ -261,7 +261,7 @@ def steps_of(session: Session, first: int, last: int) -> Generator[Step, None, N
     }
     pin = session.engine.device.type == "cuda"
     with contextlib.ExitStack() as stack:
-        if isinstance(task, OnlineTask) and task.generates:
+        if isinstance(task, OnlineTask):
             depth, servers = session.exp.rollout.max_staleness, session.servers
             steps: Iterable[Step] = (
                 rollout_step(

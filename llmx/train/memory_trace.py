@@ -70,6 +70,7 @@ from llmx.plan.trace import (
     TracedParameter,
 )
 from llmx.run.rundir import write_json
+from llmx.tasks import JointTask, task_class
 from llmx.train.engine.build import with_source
 from llmx.train.engine.muon import hidden_matrices
 from llmx.train.engine.optimizer import lr_scales, parameter_groups
@@ -406,13 +407,12 @@ def _trace(
 ) -> StepTrace | None:
     """Trace with one implementation of attention. ``by_blocks``: a few blocks are run; None where
     those that are compared do not agree."""
-    from llmx.tasks import task_class
-
     register()
-    task = task_class(exp.task.kind)(exp, None)
+    kind = task_class(exp.task.kind, exp.task.options)
+    task = kind(exp, None)
     specs = task.models()
     if len(specs) > 1:  # distributions over the same tokens
-        task = task_class(exp.task.kind)(exp, _tokenizer(exp))
+        task = kind(exp, _tokenizer(exp))
     bases = are_bases(specs, exp.adapter, exp.model)
     own_specs = {
         name: spec for name, spec in specs.items() if name not in bases and not spec.precomputes
@@ -504,7 +504,7 @@ def _run(recorder: Recorder, task: Any, models: Models, batch: Any) -> Run:
         if main.spec.head == CLASSIFICATION:
             # Losses of a few numbers by sequence take no memory, but read labels.
             total = main.logits(batch).float().square().sum()
-        elif task.joint:
+        elif isinstance(task, JointTask):
             # The gradients of a step's outputs come from all of them together.
             total = task.outputs(models, batch).float().sum()
         else:

@@ -31,7 +31,7 @@ from llmx.train.resume import ResumePoint, check_samples, find_resume_point, ide
 from llmx.train.rollout import open_servers
 from llmx.train.saver import Consensus, Saver, ever_saves
 from llmx.train.schedule import RunLength, run_length
-from llmx.train.speeds import Subject, described, read_record, with_measured_speeds
+from llmx.train.speeds import Subject, described, no_splits, read_record, with_measured_speeds
 from llmx.train.status import RankStatus, ShutdownRequest
 from llmx.train.stopping import EarlyStopping
 
@@ -285,11 +285,10 @@ def open_rebalance(
     """The split of the step at which training goes on, and what changes it further. Collective."""
     if plan.world_size == 1:
         return plan, None
-    if task.generates or task.joint:
-        why = "generates its samples" if task.generates else "has a joint loss over the step"
+    if reason := no_splits(task):
         log(
-            f"WARNING: batch.rebalance=true has no effect: task={task.name} {why}, so the initial "
-            "split stays. Ranks that become slower are still reported in this log."
+            f"WARNING: batch.rebalance=true has no effect: {reason}, so the initial split stays. "
+            "Ranks that become slower are still reported in this log."
         )
         return plan, None
     rank = torch.distributed.get_rank()

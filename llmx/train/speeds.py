@@ -30,7 +30,7 @@ from llmx.models.parameters import whole_shape
 from llmx.plan.balance import FS, evened, fit_speed, identity, is_of, sample_fs, with_balance
 from llmx.plan.types import Plan, RankSpeed
 from llmx.run.rundir import RunDir, read_json, write_json
-from llmx.tasks import Task
+from llmx.tasks import JointTask, OnlineTask, Task
 from llmx.text import plural
 from llmx.train.batches import Layout, micro_batch
 from llmx.train.engine.build import Engine, free_bytes, whole_weights
@@ -220,13 +220,21 @@ def _measured_speeds(
     return tuple(fits[place][0] for place in places), max(noise for _, noise in fits.values())
 
 
+def no_splits(task: Task) -> str:
+    """The reason why the time of the task's micro batches says nothing about a split; may be
+    empty."""
+    if isinstance(task, OnlineTask):
+        return f"task={task.name} generates its samples"
+    if isinstance(task, JointTask):
+        return f"task={task.name} has a joint loss over the step"
+    return ""
+
+
 def _no_micro_batches(subject: Subject, *, group: Any) -> str:
     """The reason why micro batches cannot be timed; empty where they can. Collective."""
     task, engine = subject.task, subject.engine
-    if task.generates:
-        return f"task={task.name} generates its samples"
-    if task.joint:
-        return f"task={task.name} has a joint loss over the step"
+    if reason := no_splits(task):
+        return reason
     if engine.stage == 3:
         needed = sum(
             (1 + p.requires_grad) * math.prod(whole_shape(p)) * p.element_size()

@@ -110,7 +110,7 @@ def train_step(
     losses = []
     for update in range(1, task.updates + 1):
         joint = None
-        if isinstance(task, JointTask) and task.joint:
+        if isinstance(task, JointTask):
             joint = JointStep(task, models, step.micro_batches, group=group)
         loss_of = joint or task.loss
         for routing in routings:

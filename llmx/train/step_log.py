@@ -13,6 +13,7 @@ import torch
 from llmx.collectives import all_gather
 from llmx.plan.balance import busy_fs, sample_fs
 from llmx.plan.types import Plan
+from llmx.tasks import JointTask
 from llmx.train.batches import Step
 from llmx.train.metrics import context_gib, memory_gib
 from llmx.train.rebalance import Line
@@ -79,7 +80,7 @@ class StepLog:
         self.flops = network_flops(engine)
         measures = plan.world_size > 1 and session.exp.batch.balance != "off"
         # A rank's forward passes wait for no other rank.
-        independent = measures and engine.stage < 3 and not session.task.joint
+        independent = measures and engine.stage < 3 and not isinstance(session.task, JointTask)
         self.timed = StepTimes(engine.device) if independent else None
         # Where they wait for others, it times a piece of work of its own.
         self.probe: SpeedProbe | None = None

@@ -143,8 +143,8 @@ def model_facts(directory: Path) -> Facts:
         "model.files": {
             path.name: "" if path.suffix == ".safetensors" else _short(path.read_bytes())
             for path in sorted(directory.iterdir())
-            # The card names versions, and the manifest has the card's hash.
-            if path.name not in ("config.json", "README.md", "manifest.json")
+            # The card names versions.
+            if path.name not in ("config.json", "README.md")
         },
     }
 

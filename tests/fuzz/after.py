@@ -61,7 +61,6 @@ SHARES = {
 
 def finished_run(root: Path) -> Path:
     """A tiny run that has ended well: checkpoint, model, metrics, result."""
-    from llmx.checkpoint.model_files import seal
     from llmx.run.rundir import write_json, write_text
     from llmx.run.snapshot import dump_config, write_identity
     from llmx.tasks import tokenizer_of
@@ -76,7 +75,6 @@ def finished_run(root: Path) -> Path:
         run.final_model
     )
     tokenizer.save_pretrained(run.final_model)
-    seal(run.final_model)
     save_model(
         run,
         make_model(LLAMA),
@@ -211,8 +209,6 @@ def _mutate(path: Path, rng: random.Random) -> None:
             path.write_text(json.dumps(_other(json.loads(text), rng)))
     except (ValueError, OSError, IndexError, RecursionError, yaml.YAMLError):
         _cut(path, rng)
-    if "model" in path.parts and rng.random() < 0.7:
-        (path.parent / "manifest.json").unlink(missing_ok=True)  # a model from elsewhere
 
 
 def _other(value: Any, rng: random.Random) -> Any:

@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 
 import llmx.train.engine.build as engine_module
-from llmx.checkpoint.fragments import FragmentIndex
+from llmx.checkpoint.fragments import FragmentIndex, check_cover
 from llmx.checkpoint.state.engine_state import (
     as_buffer,
     capture,
@@ -41,7 +41,7 @@ from llmx.config import Experiment
 from llmx.models.factory import build_model
 from llmx.plan import ds_config, make_plan
 from llmx.plan.types import Plan
-from llmx.tasks import Task, task_class
+from llmx.tasks import OnlineTask, Task, task_class
 from llmx.train.batches import Layout, Step, make_step
 from llmx.train.engine.build import Engine, build_engine
 from llmx.train.engine.process_group import join_process_group
@@ -163,7 +163,7 @@ def build(job: dict[str, Any], exp: Experiment, plan: Plan, *, first_weights: in
 
 def task_of(exp: Experiment) -> Task:
     """By default the one that trains one model on next tokens."""
-    return task_class(exp.task.kind)(exp, word_tokenizer())
+    return task_class(exp.task.kind, exp.task.options)(exp, word_tokenizer())
 
 
 def store_of(job: dict[str, Any], out: Path) -> Any:
@@ -208,7 +208,7 @@ def step_of(engine: Engine, task: Task, store: Any, number: int, *, plan: Plan, 
         "seed": seed,
         "layout": Layout(seq_len=SEQ_LEN, pad_id=0, layout="packed"),
     }
-    if task.generates:
+    if isinstance(task, OnlineTask):
         step = rollout_step(engine, task, store, number, **common)
     else:
         step = make_step(store, number, normaliser=task.normaliser, **common)
@@ -234,7 +234,9 @@ def load(engine: Engine, directory: Path) -> tuple[dict[str, Any], list[str]]:
     """Its ``state.json`` and what is wrong. Collective."""
     state = json.loads((directory / "state.json").read_text())
     index = CountingIndex(sorted(directory.glob("*.safetensors")))
-    index.check(state["parameters"], state["buffers"], state["optimizer"].get("states"))
+    check_cover(
+        index.cover, state["parameters"], state["buffers"], state["optimizer"].get("states")
+    )
     before = weights_hash(engine)
     restore(engine, index, state)
     wrong = []

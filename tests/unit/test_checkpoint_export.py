@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -215,6 +216,24 @@ def test_newest_usable_unless_told(run: RunDir, capsys: pytest.CaptureFixture[st
     said = capsys.readouterr()
     assert said.err.count("cannot be used") == 3
     assert not (run.root / "two").exists()
+
+
+def test_a_damaged_model_is_refused_and_named_by_a_check(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(run, make_model(), 7)
+    directory = export(run)
+    (directory / "README.md").write_text("mine")  # a card may be edited
+    for checked, name in ((run.root, "export/step-00000007"), (directory, "step-00000007")):
+        assert run_here("export", [str(checked), "--check"]) == 0
+        assert f"{name}  whole" in capsys.readouterr().out
+    weights = directory / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1)
+    assert run_here("export", [str(run.root), "--check"]) == 5
+    assert "step-00000007  damaged: " in capsys.readouterr().out
+    assert run_here("serve", ["--print", str(directory)]) == 2
+    assert "is damaged or cut off" in (shown := capsys.readouterr().err)
+    assert "python -m llmx export RUN" in shown
 
 
 def test_a_part_on_another_host_is_named(run: RunDir) -> None:

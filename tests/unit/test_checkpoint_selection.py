@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
 import pytest
 
@@ -24,6 +26,7 @@ from llmx.checkpoint.retention import (
     take_inventory,
     to_prune,
 )
+from llmx.config.schema import CheckpointConfig, KeepConfig
 from tests.checkpoint_saves import assessment, flip_bit, restart, save, tree, usable_steps
 
 RANK_FILE = "rank-00000.safetensors"
@@ -249,12 +252,19 @@ def test_what_is_kept(keep: dict[str, int], gone: list[int]) -> None:
     assert to_prune([50, 30, 10, 20, 40], metrics=metrics, **keep) == gone
 
 
-KEEP: dict[str, Any] = {"last": 2, "best": 1, "every": 0, "metrics": {}, "mode": "min"}
-
-
-def gone(storages: list[Path], **changes: Any) -> tuple[list[int], int | None]:
-    found = [take_inventory(path, storage=n).reports for n, path in enumerate(storages)]
-    return plan_removals(found, **{"step": 4, "damaged": (), **KEEP, **changes})
+def gone(
+    storages: list[Path],
+    *,
+    step: int = 4,
+    best: int = 1,
+    damaged: Sequence[int] = (),
+    metrics: Mapping[int, float | None] = MappingProxyType({}),
+) -> tuple[list[int], int | None]:
+    found = [
+        replace(take_inventory(path, storage=n), metrics=metrics) for n, path in enumerate(storages)
+    ]
+    config = CheckpointConfig(mode="min", keep=KeepConfig(last=2, best=best))
+    return plan_removals(found, step, damaged=damaged, config=config)
 
 
 def test_all_storages_come_to_the_same_decision(memory: Path) -> None:

@@ -142,7 +142,7 @@ def test_any_range_is_read_from_any_cut(tmp_path: Path, total: int, files: int, 
     for number, part in enumerate(parts):
         write_tensors(folder / str(number), part)
     index = FragmentIndex(sorted(folder.iterdir()))
-    index.check({"a|b.w": {"shape": [total], "trained": True, "tied_to": None}})
+    check_cover(index.cover, {"a|b.w": {"shape": [total], "trained": True, "tied_to": None}})
     assert index.states() == {"master"}
     start = random.randint(0, total)
     stop = random.randint(start, total)

@@ -197,7 +197,7 @@ def test_of_a_run_by_its_best_checkpoint(memory: Path, capsys: pytest.CaptureFix
     assert run_here("export", [str(run.root), "--best", "--to", "gguf", "--dtype", "fp32"]) == 0
     directory = run.root / "export" / "step-00000001-gguf"
     files = sorted(path.name for path in directory.iterdir())
-    assert files == ["README.md", "manifest.json", "run-fp32.gguf"]
+    assert files == ["README.md", "run-fp32.gguf"]
     card = (directory / "README.md").read_text()
     assert "llama-cli -m run-fp32.gguf" in card
     assert "library_name: gguf" in card

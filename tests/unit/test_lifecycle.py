@@ -22,8 +22,7 @@ from typing import Any
 
 import pytest
 
-from llmx.checkpoint.manifest import CheckpointError
-from llmx.checkpoint.model_files import check_model_files, damaged_files, seal
+from llmx.checkpoint.model_files import check_model_files, damaged_files
 from llmx.cli.main import run_here
 from llmx.cli.target import find_target
 from llmx.compose.complete import Composed, plan_experiment
@@ -217,20 +216,6 @@ def test_a_model_that_only_the_network_has(tmp_path: Path, monkeypatch: pytest.M
     commit.parent.mkdir(parents=True)
     commit.write_text("1" * 40)
     assert check_inputs(given) == []
-
-
-def test_a_model_that_llmx_wrote_is_checked_before_the_launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
-    directory = model_directory(tmp_path / "model")
-    (directory / "tokenizer.json").write_text('{"kept": 1}')
-    seal(directory)
-    exp = composed(tmp_path, [ROWS["alpaca"]], model={"path": str(directory)}).experiment
-    assert not list(preflight._model_problems(exp))
-    (directory / "tokenizer.json").write_text('{"kept": 2}')
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        list(preflight._model_problems(exp))
 
 
 def model_directory(path: Path) -> Path:

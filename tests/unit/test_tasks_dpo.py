@@ -21,7 +21,7 @@ from llmx.data.source.records import Where
 from llmx.data.store.samples import Sample
 from llmx.models.model import Models
 from llmx.tasks import Loss, task_class
-from llmx.tasks.dpo import Dpo, Options, kto_losses, log1mexp, pair_losses, shares_right
+from llmx.tasks.dpo import Dpo, Kto, Options, kto_losses, log1mexp, pair_losses, shares_right
 from tests.unit.test_models_model import causal_lm, model_of
 
 LOGP = torch.tensor([[-12.5, -30.0], [-8.0, -7.5], [-40.0, -41.0], [-3.0, -90.0]])
@@ -150,8 +150,9 @@ def test_kto_is_that_of_the_paper() -> None:
 def task(**options: Any) -> Dpo:
     exp = Experiment()
     exp.task.kind, exp.task.options = "dpo", options
-    assert task_class("dpo") is Dpo
-    return Dpo(exp, None)
+    kind = task_class("dpo", options)
+    assert issubclass(kind, Dpo)
+    return kind(exp, None)
 
 
 PAIRS = [[[5, 6, 7, 8, 9], [5, 6, 9]], [[2, 3, 4, 4, 4, 4], [2, 3, 7, 7]]]
@@ -185,7 +186,7 @@ def models_for(own: Dpo, layout: str = "packed") -> Models:
 
 def loss_of(own: Dpo, models: Models, batch: dict[str, Any]) -> Loss:
     """Of a step of one micro batch."""
-    if not own.joint:
+    if not isinstance(own, Kto):
         return own.loss(models, batch)
     found = own.joint_loss(own.outputs(models, batch), batch)
     metrics = {name: (sums.sum(), weights.sum()) for name, (sums, weights) in found.metrics.items()}
@@ -270,13 +271,13 @@ def test_held_out_answers_of_kto_have_one_reference_point() -> None:
 
 def test_dropout_that_would_not_be_used_is_refused() -> None:
     exp = Experiment(task=TaskConfig(kind="dpo"))
-    assert Dpo.config_problems(exp) == []
+    assert list(Dpo(exp, None).problems()) == []
     exp.adapter.kind, exp.adapter.dropout = "lora", 0.05
     exp.model.config["resid_pdrop"] = 0.1
-    (problem,) = Dpo.config_problems(exp)
+    (problem,) = Dpo(exp, None).problems()
     assert "adapter.dropout=0.05, model.config.resid_pdrop=0.1: task=dpo trains without" in problem
     exp.task.options["dropout"] = True
-    assert Dpo.config_problems(exp) == []
+    assert list(Dpo(exp, None).problems()) == []
     assert not task().models()["policy"].dropout
     assert task(dropout=True).models()["policy"].dropout
 

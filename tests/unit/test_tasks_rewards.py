@@ -21,12 +21,15 @@ from llmx.tasks.rewards import (
     reward_functions,
     reward_problems,
 )
+from llmx.tasks.rollout_options import RolloutOptions
 
 SLOW = ("sleeps", "swallows", "backtracks")
 
 
 def functions(*names: str, pattern: str | None = None) -> Any:
-    return reward_functions(names, max_new_tokens=20, overlong_buffer=10, pattern=pattern)
+    return reward_functions(
+        RolloutOptions(rewards=list(names), max_new_tokens=20, overlong_buffer=10, format=pattern)
+    )
 
 
 def value(name: str, completion: str = "", *, reference: str = "", tokens: int = 0, **more: Any):
@@ -123,7 +126,7 @@ def test_none_of_one_among_several_is_no_failure() -> None:
 
 def test_math_verify_is_needed_where_it_is_used() -> None:
     if importlib.util.find_spec(MATH) is None:
-        (problem,) = reward_problems([MATH], [])
+        (problem,) = reward_problems(RolloutOptions(rewards=[MATH]))
         assert "pip install math-verify" in problem
         return
     assert value(MATH, "so the answer is $\\boxed{0.5}$", reference="$\\frac{1}{2}$").value == 1

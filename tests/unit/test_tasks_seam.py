@@ -161,9 +161,9 @@ def test_what_a_task_learns_decides_its_chat_template() -> None:
 class Own(Task):
     """A task of a user's own; this is where the ranks find it."""
 
-    @classmethod
-    def config_problems(cls, exp: Experiment) -> list[str]:
-        return [f"data.seq_len={exp.data.seq_len}: too short."] if exp.data.seq_len < 9 else []
+    def problems(self) -> list[str]:
+        seq_len = self.exp.data.seq_len
+        return [f"data.seq_len={seq_len}: too short."] if seq_len < 9 else []
 
 
 def test_a_task_of_ones_own_has_the_chat_template_and_its_own_rules(tmp_path: Path) -> None:
@@ -196,7 +196,13 @@ def test_a_task_is_asked_for_its_networks_without_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("member", "base"), [("rollout", "OnlineTask"), ("joint_loss", "JointTask")]
+    ("member", "base"),
+    [
+        ("rollout", "OnlineTask"),
+        ("generates", "OnlineTask"),
+        ("joint_loss", "JointTask"),
+        ("joint", "JointTask"),
+    ],
 )
 def test_a_member_that_only_another_kind_of_task_has_is_named(
     member: str, base: str, monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,7 @@ from llmx.checkpoint import commit
 from llmx.checkpoint import save as save_job
 from llmx.checkpoint.commit import committed_dir
 from llmx.checkpoint.disk import Disk
-from llmx.checkpoint.fragments import FragmentIndex
+from llmx.checkpoint.fragments import FragmentIndex, check_cover
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.checkpoint.pointers import pin, read_pointer
 from llmx.checkpoint.save import HostCopies, SaveFailed, SaveJob
@@ -147,7 +147,7 @@ def test_what_is_saved_is_chosen_and_reads_back(run: RunDir) -> None:
     assert (start.step, start.tokens_seen, start.damaged) == (4, 400, ())
     assert start.state["weights_hash"] == combine(["w"], lanes(values, 0)[None])
     index, read = FragmentIndex(start.files), torch.zeros(6)
-    index.check(start.state["parameters"])
+    check_cover(index.cover, start.state["parameters"])
     index.read_range("master", "w", 0, 6, read.numpy())
     assert torch.equal(read, values)
 

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from llmx.checkpoint.export.weights import ShardWriter
-from llmx.checkpoint.model_files import seal
 from llmx.checkpoint.state.engine_state import whole_tensor
 from llmx.checkpoint.tensors import SHARD_BYTES, write_tensors
 from llmx.models.adapter import Adapter
@@ -96,7 +95,6 @@ def export_model(
         partial, model, config, tokenizer=tokenizer, vocab_size=vocab_size, dtype=dtype, files=files
     )
     check_export(partial, model, final)
-    seal(partial)
     shutil.rmtree(directory, ignore_errors=True)
     os.replace(partial, directory)
 
@@ -149,7 +147,6 @@ def export_adapter(
         write_generation_config(partial, model, final, tokenizer=tokenizer)
     tokenizer.save_pretrained(partial)
     write_files(partial, files)
-    seal(partial)
     shutil.rmtree(directory, ignore_errors=True)
     os.replace(partial, directory)
 
