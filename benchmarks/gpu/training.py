@@ -153,7 +153,8 @@ def _noted(launch: Any, name: str, place: Any, *functions: str) -> None:
     def timed(function: str, call: Any, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         answer = call(*args, **kwargs)
-        seconds.setdefault(function, []).append(time.perf_counter() - began)
+        noted = args[1] if function == "request" else function
+        seconds.setdefault(noted, []).append(time.perf_counter() - began)
         path.write_text(json.dumps(seconds), encoding="utf-8")
         return answer
 
@@ -332,11 +333,10 @@ def server(context: Context) -> Iterator[Measure]:
 PUSH = {
     "gather": "gather (weights to the host)",
     "pack": "pack (one body)",
-    "digest": "hash",
-    "put": "put (send, hash, load)",
+    "PUT": "put (send, load)",
     "take_weights": "load (into the server's network)",
 }
-"""Functions of ``llmx.rollout`` whose seconds count."""
+"""Functions of ``llmx.rollout`` whose seconds count; requests by their method."""
 
 
 def _with_server(launch: Any) -> None:
@@ -354,8 +354,8 @@ def _with_server(launch: Any) -> None:
         finally:
             traceback.print_exc()
             os._exit(1)
-    _noted(launch, "rank.json", client, "gather", "pack", "digest")
-    _noted(launch, "put.json", client.Connection, "put")
+    _noted(launch, "rank.json", client, "gather", "pack")
+    _noted(launch, "put.json", client.Connection, "request")
 
 
 def waits(context: Context) -> Iterator[Measure]:

@@ -94,9 +94,12 @@ def _hostfile_text(path: Path) -> str:
             if len(content) > MAX_HOSTFILE_BYTES:
                 raise ValueError(f"over {MAX_HOSTFILE_BYTES >> 20} MiB")
             return content.decode("utf-8-sig")
-    except (OSError, ValueError) as error:  # also bytes that are no UTF-8, and a path that is none
+    except (OSError, ValueError) as error:  # also a path that is none
+        reason = printable(str(error), keep="")
+        if isinstance(error, UnicodeDecodeError):
+            reason = f"its byte {error.start} is not UTF-8"
         raise ConfigError(
-            f"{where}: cannot be read ({printable(str(error), keep='')}). Give the path of a "
+            f"{where}: cannot be read ({reason}). Give the path of a "
             "hostfile, a text in UTF-8 with one line per host: NAME slots=N."
         ) from None
     raise ConfigError(f"{where}: no such file (relative to {Path.cwd()}). Give a hostfile's path.")

@@ -23,7 +23,7 @@ from llmx.run.rundir import RunDir, read_mapping, write_json
 from llmx.spread import StorageTopology, find_topology
 from llmx.tasks import Task, task_of, tokenizer_of
 from llmx.train.batches import PAD_TO_ON, Layout
-from llmx.train.engine.build import Engine, build_engine
+from llmx.train.engine.build import Engine, build_engine, check_sections
 from llmx.train.metrics import MetricsWriter, truncate_metrics
 from llmx.train.precompute import from_trained, training_specs, with_precomputed
 from llmx.train.rebalance import Rebalance, changed, trained_until
@@ -141,6 +141,7 @@ def open_session(
     6. the files that this run writes; the group of the saver
     """
     status.enter("loading")
+    check_sections(ds_config)
     task, checkpoint, early_stopping = _open_task(exp)
     train_store, eval_store = open_stores(exp, task, plan, run_dir)
     for line in task.see_data(train_store, eval_store):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import pytest
 import torch
 
 from llmx import collectives
 from llmx.errors import ConfigError
+from llmx.plan.ds_config import ds_config
 from llmx.plan.types import Plan
 from llmx.train.engine import process_group as devices
+from llmx.train.engine.build import check_sections
 from llmx.train.engine.process_group import Gpus, check_quantized_gradients, choose_gpu, gpu_index
 from tests.composing import composed
 
@@ -126,3 +129,23 @@ def test_the_device_is_set_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_here_without_a_gpu() -> None:
     assert devices.gpus_here().capabilities == ()
+
+
+def ds_config_of(*overrides: str) -> dict[str, Any]:
+    made = composed(list(overrides))
+    exp = made.experiment
+    return ds_config(exp.model, exp.zero, exp.optim, made.plan)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("zero_optimization.round_robin_gradients=7", "gradients=7: Input should be a valid bool"),
+        ("fp16.hysteresis=two", r"zero\.extra\.fp16\.hysteresis=two: Input should be a valid int"),
+    ],
+)
+def test_a_value_that_deepspeed_refuses_is_named_before_anything_is_loaded(word, message) -> None:
+    words = ("hardware=a100x8", "precision=fp16")
+    check_sections(ds_config_of(*words))
+    with pytest.raises(ConfigError, match=message):
+        check_sections(ds_config_of(*words, f"zero.extra.{word}"))

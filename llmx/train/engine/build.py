@@ -26,6 +26,9 @@ from typing import Any, cast
 
 import psutil
 import torch
+from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import ValidationError
 from torch import nn
 
 from llmx import text as human
@@ -35,6 +38,7 @@ from llmx.checkpoint.state.values import check_states
 from llmx.collectives import all_gather, first_problem
 from llmx.config import Experiment, ModelConfig
 from llmx.config.accelerators import ACCELERATORS
+from llmx.config.build import shown
 from llmx.errors import ConfigError
 from llmx.models.adapter import add_adapter, freeze
 from llmx.models.experts import Routing, gather_experts_together
@@ -249,6 +253,22 @@ class Engine:
             return 1.0
         optimizer = self.engine.optimizer
         return float(getattr(optimizer, "loss_scale", None) or optimizer.cur_scale)
+
+
+def check_sections(ds_config: Mapping[str, Any]) -> None:
+    """Refuse a value of ``zero.extra`` that DeepSpeed does not take, before anything is loaded.
+
+    Raises:
+        ConfigError: the key, its value and DeepSpeed's rule.
+    """
+    sections = {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config}
+    for section, config in sections.items():
+        try:
+            config(**ds_config[section])
+        except ValidationError as error:
+            problem = error.errors()[0]
+            place = ".".join(str(part) for part in ("zero.extra", section, *problem["loc"]))
+            raise ConfigError(f"{place}={shown(problem['input'])}: {problem['msg']}.") from None
 
 
 def layout_of(models: Models) -> str:
