@@ -48,7 +48,7 @@ class Wanted:
 def run(options: argparse.Namespace) -> int:
     """Load, complete; returns the exit code."""
     options.prompt += options.behind
-    asked = wanted(options, n=options.n)
+    settings = wanted(options, n=options.n)
     if options.prompts is None:
         if options.out is not None:
             raise ConfigError("--out is where the completions of a file go: add --prompts FILE.")
@@ -61,10 +61,10 @@ def run(options: argparse.Namespace) -> int:
     )
     check_generates(target)
     if options.prompts is None:
-        return _complete(target, options, asked)
+        return _complete(target, options, settings)
     from llmx.cli.generate_file import complete_file
 
-    return complete_file(target, options, asked)
+    return complete_file(target, options, settings)
 
 
 def wanted(options: argparse.Namespace, *, n: int = 1) -> Wanted:

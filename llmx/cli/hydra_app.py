@@ -55,8 +55,8 @@ def hand_over(command: str, words: Words) -> int:
     with scratch_directory() as directory:
         config = directory / "config.yaml"
         config.write_text(dump_config(exp), encoding="utf-8")
-        own = [f"{key}={value}" for key, value in words.own.items()]
-        return run_module(entry.module, [str(config), *own])
+        own_words = [f"{key}={value}" for key, value in words.own.items()]
+        return run_module(entry.module, [str(config), *own_words])
 
 
 def composed(words: Words, *, command: str | None = None) -> tuple[Experiment, list[str], bool]:

@@ -61,19 +61,19 @@ def _dispatch(argv: list[str]) -> int:
         from llmx.cli.completion import answer
 
         return answer(argv[2], argv[3:])
-    name, rest = split_command(argv, tuple(COMMANDS))
-    command, words = COMMANDS[name], parse(name, rest)
+    name, arguments = split_command(argv, tuple(COMMANDS))
+    command, words = COMMANDS[name], parse(name, arguments)
     if name in STARTS_RANKS:
         from llmx.hardware.external import is_external, refuse_several
 
-        if is_external(rest):
+        if is_external(arguments):
             # The others wait there for the process of rank 0, which comes back with STARTED.
             os.execv(sys.executable, [sys.executable, "-m", "llmx.external", *argv])
         refuse_several(os.environ)
     if command.runs == Runs.CONFIG:
         return hand_over(name, words)
     if command.runs == Runs.PROCESS:
-        return run_module(__name__, [name, *rest], takes_ctrl_c=command.takes_ctrl_c)
+        return run_module(__name__, [name, *arguments], takes_ctrl_c=command.takes_ctrl_c)
     return run(name, words)
 
 

@@ -29,14 +29,14 @@ def sweep(words: Words) -> int:
         raise ConfigError(
             f"sweep needs a name or a YAML file, or resume DIR. There are: {', '.join(names)}."
         )
-    name, *rest = words.bare
+    name, *arguments = words.bare
     if name == RESUME:
         return resume(words)
     path = Path(name) if name.endswith(".yaml") else SWEEPS / f"{name}.yaml"
     if not path.is_file():
         hint = did_you_mean(name, [*names, RESUME])
         raise ConfigError(f"no sweep {name!r}.{hint} There are: {', '.join(names)}.")
-    overrides = (*sweep_overrides(path), *rest, *words.overrides)
+    overrides = (*sweep_overrides(path), *arguments, *words.overrides)
     return train(words.but(multirun=True, overrides=overrides))
 
 

@@ -136,13 +136,13 @@ class Maker:
                 prompts = [self._prompt(request) for request in requests]
                 seeds = [sample_seed(self._seed, step=0, prompt=r, sample=0) for r in requests]
                 for request, answer in zip(requests, complete(prompts, seeds), strict=True):
-                    found = candidates(answer)
-                    kept = [row for row in found if self._is_kept(row)]
-                    if not found:
+                    new_rows = candidates(answer)
+                    good_rows = [row for row in new_rows if self._is_kept(row)]
+                    if not new_rows:
                         self._rejected["no row in the answer"] += 1
-                    in_vain = 0 if kept else in_vain + 1
+                    in_vain = 0 if good_rows else in_vain + 1
                     source = {"model": self._model, "request": request}
-                    for row in kept:
+                    for row in good_rows:
                         line = json.dumps({**row, "source": source}, ensure_ascii=False)
                         stream.write(line.encode("utf-8", "replace") + b"\n")
                 stream.flush()

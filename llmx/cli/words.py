@@ -89,7 +89,7 @@ def _of_config(name: str, argv: Sequence[str]) -> Words:
     """The words of a command that takes overrides."""
     command, options = COMMANDS[name], dict[str, str]()
     switches = {word.name: False for word in command.words if not word.value}
-    takes_line, bare, own = "--config-dir" not in _names(command), list[str](), dict[str, str]()
+    takes_line, bare, keys = "--config-dir" not in _names(command), list[str](), dict[str, str]()
     overrides: list[str] = []
     unread = list(argv)
     while unread:
@@ -100,7 +100,7 @@ def _of_config(name: str, argv: Sequence[str]) -> Words:
             if command.arguments and ("=" not in word or Path(word).is_dir()):
                 bare.append(word)
             elif f"{key}=" in _names(command):
-                own[key] = value
+                keys[key] = value
             else:
                 overrides.append(word if takes_line else resolve_alias(word))
             continue
@@ -138,7 +138,7 @@ def _of_config(name: str, argv: Sequence[str]) -> Words:
     return Words(
         **{flag.removeprefix("--"): is_set for flag, is_set in switches.items()},
         bare=bare,
-        own=own,
+        own=keys,
         overrides=tuple(overrides),
         multirun="--multirun" in options,
         show=tuple(_to_print(options)),

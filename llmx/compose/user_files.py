@@ -47,11 +47,11 @@ def check_foreign(path: Path) -> None:
     is_json = path.suffix == ".json"
     values = _read_json(path) if is_json else read_values(path)
     names = list(_settings(values)) if isinstance(values, dict) else []
-    own = (*hints_of(Experiment), *GROUPS, *ALIASES, "defaults", "hydra")
-    known = [name for name in names if name.split(".")[0] in own]
-    theirs = [name for name in names if name in NAMES]
+    our_names = (*hints_of(Experiment), *GROUPS, *ALIASES, "defaults", "hydra")
+    ours = [name for name in names if name.split(".")[0] in our_names]
+    foreign = [name for name in names if name in NAMES]
     # More than a quarter: the config.json of a model has one or two of these names.
-    if 2 * len(known) < len(names) < 4 * len(theirs):
+    if 2 * len(ours) < len(names) < 4 * len(foreign):
         keys = {name: counterpart(name) for name in names}
         lines = [
             f"{shown(name)}: {f'here it is {key}' if key else 'has no counterpart here'}."

@@ -148,19 +148,19 @@ def read_lines(text: str) -> list[Line]:
     lines = []
     for number, raw in enumerate(text.split("\n"), start=1):
         for part in _ESCAPES.sub("", raw[:LONGEST_LINE]).rstrip().split("\r"):
-            rest, source = part, ""
-            while match := _PREFIX.match(rest):
-                rest, source = rest[match.end() :], source + match[0].strip()
+            remainder, source = part, ""
+            while match := _PREFIX.match(remainder):
+                remainder, source = remainder[match.end() :], source + match[0].strip()
             for host in hosts:
-                if rest.startswith(host):
-                    rest, source = rest[len(host) :], source + host
+                if remainder.startswith(host):
+                    remainder, source = remainder[len(host) :], source + host
             # A progress bar has no end of line.
-            at = rest.find(TRACEBACK)
-            if at > 0 and not rest[:at].isspace():
-                lines.append(Line(number, rest[:at], source))
-                rest = rest[at:]
+            at = remainder.find(TRACEBACK)
+            if at > 0 and not remainder[:at].isspace():
+                lines.append(Line(number, remainder[:at], source))
+                remainder = remainder[at:]
             # Times differ between lines of one source.
-            lines.append(Line(number, rest, _TIME.sub("", source)))
+            lines.append(Line(number, remainder, _TIME.sub("", source)))
     return lines
 
 

@@ -61,13 +61,13 @@ def informed(
     if choose and composed.asked is not None:
         composed = _chosen(composed, composed.asked, is_trial=is_trial)
     knowledge = gather(composed, variants=variants)
-    found = plan_experiment(composed.experiment, is_checked=True, knowledge=knowledge)
-    known = found.knowledge
-    if not all(part.fits for part in found.plan.memory):
-        known = replace(known, traces=gather(found, variants=True).traces)
-    text = advice(found.experiment, found.plan, known, allows=refusal)
-    plan = replace(found.plan, chosen=composed.plan.chosen, advice=text)
-    return replace(found, plan=plan, asked=composed.asked)
+    replanned = plan_experiment(composed.experiment, is_checked=True, knowledge=knowledge)
+    known = replanned.knowledge
+    if not all(part.fits for part in replanned.plan.memory):
+        known = replace(known, traces=gather(replanned, variants=True).traces)
+    text = advice(replanned.experiment, replanned.plan, known, allows=refusal)
+    plan = replace(replanned.plan, chosen=composed.plan.chosen, advice=text)
+    return replace(replanned, plan=plan, asked=composed.asked)
 
 
 def _chosen(composed: Composed, asked: Experiment, *, is_trial: bool) -> Composed:
@@ -94,13 +94,13 @@ def _chosen(composed: Composed, asked: Experiment, *, is_trial: bool) -> Compose
 def gather(composed: Composed, *, variants: bool) -> Knowledge:
     """Everything that is known for a planned experiment. ``variants``: also traces of other ways to
     run it."""
-    exp, plan, known = composed.experiment, composed.plan, finished_runs()
+    exp, plan, knowledge = composed.experiment, composed.plan, finished_runs()
     if plan.balance is not None and plan.balance.pending:
         # By finished runs other micro batches than by the data sheets.
-        plan = plan_experiment(exp, is_checked=True, knowledge=known).plan
+        plan = plan_experiment(exp, is_checked=True, knowledge=knowledge).plan
     if os.environ.get("LLMX_TRACES", "").lower() == "off":
-        return known
-    return replace(known, traces=find_traces(exp, plan, variants=variants))
+        return knowledge
+    return replace(knowledge, traces=find_traces(exp, plan, variants=variants))
 
 
 def tokenizer_rows(name: str, *, with_added: bool = True) -> int | None:
@@ -151,10 +151,10 @@ def find_traces(exp: Experiment, plan: Plan, *, variants: bool) -> Traces:
 
 def keep_traces(composed: Composed) -> None:
     """Write the traces of a run into its directory: a resume and the supervisor read them."""
-    exp, plan, found = composed.experiment, composed.plan, composed.knowledge.traces.found
+    exp, plan, traces = composed.experiment, composed.plan, composed.knowledge.traces.found
     answers = {
         fingerprint(exp, plan, key): {"key": asdict(key), "trace": trace.to_dict()}
-        for key, trace in found.items()
+        for key, trace in traces.items()
     }
     if answers:
         write_json(RunDir(Path(exp.run_dir)).traces, answers)

@@ -315,8 +315,8 @@ def _rope(file: dict[str, Any], typed: dict[str, Any] | None) -> dict[str, Any] 
             for key in {**file, **typed}
         }
     kind = typed.get("rope_type", typed.get("type"))
-    same = kind is None or kind == file.get("rope_type", file.get("type"))
-    joined: dict[str, Any] = _joined(file if same else base, typed)
+    is_same_kind = kind is None or kind == file.get("rope_type", file.get("type"))
+    joined: dict[str, Any] = _joined(file if is_same_kind else base, typed)
     return joined
 
 

@@ -58,15 +58,15 @@ class Source:
     def runs(self, limit: int) -> tuple[list[Run], int]:
         """At most ``limit`` runs, those that may be alive first, then the newest; and how many
         there are. ``is_run`` comes first."""
-        found = find_runs(self.root)
-        names = [os.path.relpath(root, self.root) for root in live_first(found)[:limit]]
+        directories = find_runs(self.root)
+        names = [os.path.relpath(root, self.root) for root in live_first(directories)[:limit]]
         if self._mirror is not None and names:
             metrics = [f"{name}/metrics.jsonl" for name in names]
             self._mirror.copy(self.base, ["--ignore-missing-args"], files=metrics)
         runs = [
             Run(self.root / name, is_brief=True, machine=self._machine, name=name) for name in names
         ]
-        return runs, len(found)
+        return runs, len(directories)
 
     def write_stop(self) -> None:
         """Ask the supervisor of the run to end it."""

@@ -113,8 +113,8 @@ def observe(exp: Experiment, plan: Plan, measured: Measured) -> list[Observation
             at_stage_3=frozenset(shares) if exp.zero.stage == 3 else frozenset(),
         )
         predicted = step_time(exp, plan, learned=learned)
-        rest = predicted.exposed_s + predicted.update_s + predicted.host_s
-        computing = max(LEAST * measured.step_s, measured.step_s - rest)
+        other_s = predicted.exposed_s + predicted.update_s + predicted.host_s
+        computing = max(LEAST * measured.step_s, measured.step_s - other_s)
     return [
         Observation(
             device=name,

@@ -231,9 +231,9 @@ def _library(directory: Path) -> tuple[str, str | None, str]:
     pipeline, auto = None, "AutoModel"
     # A network from scratch does not name its class; ``llmx.models.model`` takes it for a language
     # model.
-    for ending, found in _PIPELINES.items():
+    for ending, classes in _PIPELINES.items():
         if (name or ("CAUSAL_LM" if config else "")).endswith(ending):
-            pipeline, auto = found
+            pipeline, auto = classes
             break
     if any(directory.glob("*.gguf")):
         return "gguf", "text-generation", auto

@@ -141,7 +141,7 @@ def plan_candidates(axes: Axes, compose: Compose, *, ram_gib: float) -> list[Can
         )
     candidates: list[Candidate] = []
     bases: dict[tuple[str, ...], tuple[Experiment, list[str]] | LlmxError] = {}
-    known: dict[str, Knowledge] = {}
+    knowledge: dict[str, Knowledge] = {}
     for values in itertools.product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
         words = {key: f"{key}={value}" for key, value in chosen.items()}
@@ -163,9 +163,9 @@ def plan_candidates(axes: Axes, compose: Compose, *, ram_gib: float) -> list[Can
             exp = with_values(base[0], {key: chosen[key] for key in DIRECT if key in chosen})
             planned = plan_experiment(exp, base[1])
             network = fingerprint(planned.experiment, planned.plan)
-            if network not in known:
-                known[network] = replace(gather(planned, variants=True), runs=())
-            planned = plan_experiment(exp, is_checked=True, knowledge=known[network])
+            if network not in knowledge:
+                knowledge[network] = replace(gather(planned, variants=True), runs=())
+            planned = plan_experiment(exp, is_checked=True, knowledge=knowledge[network])
         except LlmxError as error:
             cause = f"refused: {str(error).splitlines()[0]}"
             candidates.append(replace(candidate, ruled_out=cause))
@@ -343,17 +343,17 @@ class Search:
         down = self._speed(self._moved(best, -1))
         gain = self._speed(best) / down if down else ASSUMED_GAIN
         steps: list[tuple[Candidate, str]] = []
-        tried = {candidate.line for candidate in self.trials}
+        tried_lines = {candidate.line for candidate in self.trials}
         for line in dict.fromkeys(candidate.line for candidate in self.candidates):
-            same, larger = self._at.get((line, best.micro)), self._at.get((line, best.micro + 1))
+            alike, larger = self._at.get((line, best.micro)), self._at.get((line, best.micro + 1))
             smaller = self._at.get((line, best.micro - 1))
-            if line == best.line or (line not in tried and len(tried) >= MAX_LINES):
+            if line == best.line or (line not in tried_lines and len(tried_lines) >= MAX_LINES):
                 continue
             text = " ".join(word for word in line if word not in best.line)
-            if same and same.at_most >= best.at_most:
-                if self._is_open(same):
-                    steps.append((same, f"{text} may be faster"))
-                elif gain < ASSUMED_GAIN and not self._speed(same) and self._is_open(smaller):
+            if alike and alike.at_most >= best.at_most:
+                if self._is_open(alike):
+                    steps.append((alike, f"{text} may be faster"))
+                elif gain < ASSUMED_GAIN and not self._speed(alike) and self._is_open(smaller):
                     assert smaller is not None
                     steps.append((smaller, f"{text} may be faster, with a smaller micro batch"))
             if is_full and larger and self._is_open(larger):
@@ -370,9 +370,9 @@ class Search:
     def _was_slower(self, best: Candidate, direction: int) -> bool:
         """Whether the same change of the micro batch was slower on another line."""
         return any(
-            0 < self._speed(self._moved(tried, direction)) < 0.97 * self._speed(tried)
-            for tried in self.trials
-            if tried.micro == best.micro
+            0 < self._speed(self._moved(trial, direction)) < 0.97 * self._speed(trial)
+            for trial in self.trials
+            if trial.micro == best.micro
         )
 
     def _ran_out(self, candidate: Candidate) -> bool:

@@ -74,8 +74,10 @@ def to_markdown(axes: Axes, search: Search) -> str:
     head = ["trial", *axes, "tokens/s", "GiB", "GiB by the plan", "outcome"]
     lines = [markdown_row(head), markdown_row(["---"] * len(head))]
     order = _by_plan(search.candidates)
-    tried = sorted((c for c in order if c in search.trials), key=lambda c: search.trials[c].index)
-    for candidate in [*tried, *(c for c in order if c not in search.trials)]:
+    tried_candidates = sorted(
+        (c for c in order if c in search.trials), key=lambda c: search.trials[c].index
+    )
+    for candidate in [*tried_candidates, *(c for c in order if c not in search.trials)]:
         trial, word = search.trials.get(candidate), search.word_of(candidate)
         reason = "" if trial else search.why_not(candidate)[0]
         cells = [

@@ -284,7 +284,7 @@ def compute(
     log(f"{title}: {store.num_sequences:,} sequences{already}")
     max_rounds = max(1, precomputed.window // (size * len(owners)))
     num_rounds = 1
-    began = shown = time.perf_counter()
+    began = shown_at = time.perf_counter()
     while done < len(store):
         round_began = time.perf_counter()
         samples = range(done, min(len(store), done + num_rounds * size * len(owners)))
@@ -298,10 +298,10 @@ def compute(
         seconds = max(all_gather(seconds, group=group)) / num_rounds
         num_rounds = max(1, min(max_rounds, int(RECORD_S / seconds)))
         done = samples.stop
-        if time.perf_counter() - shown >= PROGRESS_S:
-            shown = time.perf_counter()
+        if time.perf_counter() - shown_at >= PROGRESS_S:
+            shown_at = time.perf_counter()
             part = _sequences(store, done) / store.num_sequences
-            rate = (_sequences(store, done) - first) / (shown - began)
+            rate = (_sequences(store, done) - first) / (shown_at - began)
             left_s = (1 - part) * store.num_sequences / rate
             log(f"{title}: {part:.0%}, {rate:,.1f} sequences/s, {clock(left_s)} left")
     took_s = time.perf_counter() - began

@@ -84,7 +84,7 @@ class Record:
     speeds: tuple[RankSpeed, ...]
     micro_step_fs: int | None
     changes: tuple[Change, ...]
-    """By step (``batch.rebalance``)."""
+    """Changes of the split (``batch.rebalance``), by step."""
 
 
 @dataclass(frozen=True)

@@ -291,8 +291,8 @@ def _learned(sample: TextSample, config: TokenizerConfig, special: list[str]) ->
         backend.normalizer = normalizers.BertNormalizer(lowercase=config.lowercase)
         backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         # The rarest characters are unknown where the vocabulary has no room for all.
-        most = max(1, (config.vocab_size - len(special)) // 2)
-        trainer = trainers.WordPieceTrainer(limit_alphabet=most, **limits)
+        num_characters = max(1, (config.vocab_size - len(special)) // 2)
+        trainer = trainers.WordPieceTrainer(limit_alphabet=num_characters, **limits)
     backend.train_from_iterator(iter(sample), trainer)
     return backend
 

@@ -297,8 +297,8 @@ def without_hosts(
     )
     validate(smaller)
     local = {name for host in plan.hosts if host.is_local for name in (host.name, host.address)}
-    known = Knowledge(LOCAL_NAMES | local, plan.beside, plan.drawn, traces)
-    planned = make_plan(smaller, known)
+    knowledge = Knowledge(LOCAL_NAMES | local, plan.beside, plan.drawn, traces)
+    planned = make_plan(smaller, knowledge)
     if planned.batch.global_batch != plan.batch.global_batch:
         raise ConfigError(
             f"launch.elastic: {planned.world_size} ranks cannot share a global batch of "

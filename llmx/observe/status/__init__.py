@@ -35,17 +35,17 @@ def run(options: argparse.Namespace) -> int:
             console = open_console(sys.stdout)
             console.print(show.panel(run, plain=is_plain(console)))
             return 1 if run.state in ("failed", "dead") else 0
-        runs, found = source.runs(10**6 if options.all else SHOWN)
+        runs, num_runs = source.runs(10**6 if options.all else SHOWN)
         if options.json:
             facts = [run.facts() for run in runs]
-            _print_json({"base": source.base, "found": found, "runs": facts})
+            _print_json({"base": source.base, "found": num_runs, "runs": facts})
             return 0
         if not runs:
             raise ConfigError(
                 f"no runs under {source.base}. Give the directory that holds them, or set "
                 "LLMX_OUTPUTS: python -m llmx status DIR"
             )
-        for line in show.table(runs, num_runs=found):
+        for line in show.table(runs, num_runs=num_runs):
             open_console(sys.stdout).print(line, soft_wrap=True)
     return 0
 

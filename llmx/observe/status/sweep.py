@@ -115,8 +115,8 @@ class Snapshot:
         best, names = self.sweep.best, axes(self.sweep.trials)
         if best is None:
             return ""
-        known = known_of(best, self.sweep.objective)
-        return f"best: {best.label} {settings_of(best, names)}  ({known})"
+        measured = known_of(best, self.sweep.objective)
+        return f"best: {best.label} {settings_of(best, names)}  ({measured})"
 
     def line(self) -> str:
         """One line for a log file: the counts, what is left, the best so far."""

@@ -146,8 +146,8 @@ def measured(
     numbers = {name: float(value) for name, value in values.items() if is_number(value)}
     loss = record.get("loss")
     if shown and isinstance(loss, int | float):  # a reward of 0 beside a loss of 0 is shown
-        same = [n for n, v in numbers.items() if math.isclose(v, loss, rel_tol=1e-6)]
-        return {n: v for n, v in numbers.items() if n not in same or not n.endswith("loss")}
+        equal_names = [n for n, v in numbers.items() if math.isclose(v, loss, rel_tol=1e-6)]
+        return {n: v for n, v in numbers.items() if n not in equal_names or not n.endswith("loss")}
     return numbers
 
 
