@@ -19,6 +19,7 @@ from llmx.cli.generate_file import Job, _Progress, batches_of, read_prompts
 from llmx.cli.main import main, run_here
 from llmx.cli.target import find_target, load_network
 from llmx.cli.words import parse
+from llmx.config.schema import TaskConfig
 from llmx.errors import DataError
 from llmx.models import generate as service
 from llmx.models.generate import decoder_of, takes_left_padding
@@ -212,9 +213,9 @@ def test_a_terminal_sees_a_completion_grow(capsys: Any, monkeypatch: pytest.Monk
 
 
 def test_a_prompt_is_a_question_where_conversations_were_learned() -> None:
-    assert learns_chats("sft")
-    assert not learns_chats("pretrain")
-    assert learns_chats("not_installed_here:Own"), "as most tasks"
+    assert learns_chats(TaskConfig(kind="sft"))
+    assert not learns_chats(TaskConfig(kind="pretrain"))
+    assert learns_chats(TaskConfig(kind="not_installed_here:Own")), "as most tasks"
 
 
 def test_an_empty_input_is_said_before_the_model_is_loaded(

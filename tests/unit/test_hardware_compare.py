@@ -27,6 +27,7 @@ from llmx.hardware.survey import space_facts
 from llmx.plan import cuda_builds
 from llmx.plan.types import StoragePlan
 from tests.composing import composed as composed_once
+from tests.composing import planned
 
 composed = functools.cache(lambda *words: composed_once(list(words)))
 
@@ -547,8 +548,9 @@ def test_a_host_with_a_disk_of_its_own() -> None:
     assert disk_problem(unknown.storage, None, disk, where="/runs/a") == ("", "")
 
 
+@pytest.mark.usefixtures("made_up_traces")
 def test_ram_that_is_not_there() -> None:
-    plan = composed("model=llama3_8b", "hardware=a100x8", "zero=stage2_offload").plan
+    plan = planned(["model=llama3_8b", "hardware=a100x8", "zero=stage2_offload"]).plan
     assert plan.storage is not None
     (host,) = plan.storage.hosts
     assert ram_problem(host, "node-a", {"ram_available_bytes": 1000 * GIB}) == ""
@@ -560,6 +562,7 @@ def test_ram_that_is_not_there() -> None:
     assert "zero=infinity" in text
 
 
+@pytest.mark.usefixtures("made_up_traces")
 def test_the_facts_of_this_machine(tmp_path: Path) -> None:
     found = space_facts(str(tmp_path / "run" / "not" / "there"))
     assert found["checkpoints"] == 0
@@ -570,7 +573,7 @@ def test_the_facts_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/.step-00000020.partial").mkdir()
     (tmp_path / "checkpoints/latest").touch()
     assert space_facts(str(tmp_path))["checkpoints"] == 1
-    plan = composed("model=llama3_8b", "hardware=a100x8").plan
+    plan = planned(["model=llama3_8b", "hardware=a100x8"]).plan
     little = {"free_bytes": GIB, "checkpoints": 0, "ram_available_bytes": GIB}
     problems = problems_here(plan, "/runs/a", little)
     assert problems[0].startswith("/runs/a has 1.0 GiB of free disk space")

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -21,6 +19,7 @@ from llmx.plan import make_plan
 from llmx.plan.balance import corrected_speeds, evened, with_balance
 from llmx.plan.types import Plan, RankSpeed
 from llmx.run.rundir import RunDir, read_json, write_json
+from llmx.tasks import JointTask, OnlineTask
 from llmx.train import session, speeds
 from llmx.train.rebalance import Line, Rebalance, record_change
 from llmx.train.speeds import (
@@ -236,13 +235,13 @@ def test_what_cannot_be_rebalanced_is_refused(groups, words, tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [("joint", "has a joint loss over the step"), ("generates", "generates its samples")],
+    [(JointTask, "has a joint loss over the step"), (OnlineTask, "generates its samples")],
 )
 def test_a_task_that_cannot_be_rebalanced_says_so(kind, why, tmp_path, monkeypatch) -> None:
     exp = experiment(tmp_path, batch={"rebalance": True})
     plan, said = make_plan(exp), []
     monkeypatch.setattr(session, "log", said.append)
-    task: Any = SimpleNamespace(**{"joint": False, "generates": False, "name": "mine", kind: True})
+    task = kind.__new__(type("Mine", (kind,), {"name": "mine"}))
     found = session.open_rebalance(exp, plan, RunDir(tmp_path), task=task, step=0, group=None)
     assert found == (plan, None)
     (text,) = said
