@@ -278,7 +278,9 @@ class Pairs:
         """bool [rows, passages]: which are no negatives of these queries, beside their positive."""
         query, passage = self.query_text[rows, None], self.passage_text[self.positives[rows], None]
         equal = (self.passage_text == passage) | (self.passage_text == query)
-        equal[:, self.positives] |= self.query_text == query
+        to_positives = equal.index_select(1, self.positives) | (self.query_text == query)
+        # Not equal[:, positives] = ..., for which the host would wait for the device.
+        equal.index_copy_(1, self.positives, to_positives)
         return self._but_own(equal, self.positives[rows])
 
     def hidden_queries(self, rows: torch.Tensor) -> torch.Tensor:

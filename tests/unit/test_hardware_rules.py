@@ -172,7 +172,7 @@ def test_ipv6_in_a_hostfile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (bytes(range(256)), "cannot be read .*utf-8"),
+        (bytes(range(256)), "cannot be read .*is not UTF-8"),
         (b"a slots=2\n\0\0\n", ":2: "),
         ("a slots=2\n".encode("utf-16"), "cannot be read .*a text in UTF-8"),
         (b"x" * 2_000_000, "over 1 MiB"),
