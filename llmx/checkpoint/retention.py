@@ -118,12 +118,12 @@ def plan_removals(
         )
 
     reports = [storage.reports for storage in storages]
-    there = {other for storage in reports for other in storage} - set(damaged)
-    later = {other for other in there if other > step}
+    there = {each_step for storage in reports for each_step in storage} - set(damaged)
+    later = {each_step for each_step in there if each_step > step}
     complete = {
-        other
-        for other in there - later
-        if assess([storage[other] for storage in reports if other in storage]).usable
+        each_step
+        for each_step in there - later
+        if assess([storage[each_step] for storage in reports if each_step in storage]).usable
     }
     # Incomplete ones are not counted among the complete, and are removed when they are older.
     removals = outside_policy(complete) | (outside_policy(there - later) - complete)

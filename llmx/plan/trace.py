@@ -165,7 +165,9 @@ class Traces:
     def from_dict(cls, answers: Mapping[str, Any]) -> Traces:
         """The traces in the ``traces.json`` of a run."""
         values = answers.values()
-        return cls({TraceKey(**one["key"]): StepTrace.from_dict(one["trace"]) for one in values})
+        return cls(
+            {TraceKey(**answer["key"]): StepTrace.from_dict(answer["trace"]) for answer in values}
+        )
 
     def get(self, attention: str, checkpointing: str, micro_batch: int) -> StepTrace | None:
         """The trace of this micro batch, or between those of two others: bytes are linear in it."""

@@ -79,19 +79,20 @@ def evaluate_task(
 
 def together(measures: Mapping[str, Mean | Accumulator]) -> dict[str, Mean | Accumulator]:
     """The measures of all ranks, added up in their order. Collective."""
-    merged, *other_ranks = all_gather(dict(measures))
+    by_rank = all_gather(dict(measures))
+    merged: dict[str, Mean | Accumulator] = {}
     for name, measure in measures.items():
+        total, *addends = (measures_of_rank[name] for measures_of_rank in by_rank)
         if isinstance(measure, Accumulator):
-            # In this rank's own, which may hold what is not sent.
-            vars(measure).update(vars(merged[name]))
-            merged[name] = measure
-    for other in other_ranks:
-        for name, measure in merged.items():
-            addend = other[name]
-            if isinstance(measure, Accumulator):
-                measure.merge(addend)
+            # In this rank's own object, which may hold what is not sent.
+            vars(measure).update(vars(total))
+            total = measure
+        for addend in addends:
+            if isinstance(total, Accumulator):
+                total.merge(addend)
             elif isinstance(addend, Mean):
-                measure.add(addend.sum, addend.weight)
+                total.add(addend.sum, addend.weight)
+        merged[name] = total
     return merged
 
 

@@ -210,12 +210,12 @@ def _measured_speeds(
         for place in set(places):
             alike = [
                 timing
-                for other, timings in zip(places, table, strict=True)
+                for timed_place, timings in zip(places, table, strict=True)
                 for timing in timings
-                if other == place
+                if timed_place == place
             ]
-            speed = fit_speed([(each.tokens, each.squares, each.seconds) for each in alike])
-            fits[place] = speed, statistics.fmean(each.noise for each in alike)
+            speed = fit_speed([(timing.tokens, timing.squares, timing.seconds) for timing in alike])
+            fits[place] = speed, statistics.fmean(timing.noise for timing in alike)
     fits = all_gather(fits, group=group)[0]
     return tuple(fits[place][0] for place in places), max(noise for _, noise in fits.values())
 
@@ -310,7 +310,7 @@ def time_together(jobs: Iterator[Job], *, group: Any) -> tuple[str, list[list[Ti
         ready()
     table = all_gather((timings, problem), group=group)
     problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(table) if text]
-    return next(iter(problems), ""), [each for each, _ in table]
+    return next(iter(problems), ""), [timings for timings, _ in table]
 
 
 def mean_time(

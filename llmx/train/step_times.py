@@ -206,15 +206,15 @@ def usual_probes(
         devices: the type of each rank's device.
         planned: how long each rank takes for the same work by the plan, in any unit.
     """
-    own = [_typical(values) for values in zip(*probes, strict=True)]
-    rates = [seconds / plan for seconds, plan in zip(own, planned, strict=True)]
+    typical = [_typical(values) for values in zip(*probes, strict=True)]
+    rates = [seconds / plan for seconds, plan in zip(typical, planned, strict=True)]
     alike = {
         name: _typical([r for r, device in zip(rates, devices, strict=True) if device == name])
         for name in devices
     }
     return [
         min(seconds, alike[name] * plan)
-        for seconds, name, plan in zip(own, devices, planned, strict=True)
+        for seconds, name, plan in zip(typical, devices, planned, strict=True)
     ]
 
 

@@ -167,8 +167,8 @@ def _saved(run: Run) -> str:
         if newest["time"]:
             ago = f", {duration_text(max(0.0, run.now - newest['time']))} ago"
         size = f", {human.size(newest['bytes'])}" if newest["bytes"] else ""
-        kept = len(run.checkpoints["steps"])
-        parts.append(f"step {newest['step']:,}{ago}{size}; {kept} kept")
+        num_kept = len(run.checkpoints["steps"])
+        parts.append(f"step {newest['step']:,}{ago}{size}; {num_kept} kept")
     elif run.step and run.state != "finished":
         parts.append("nothing yet" if run.is_live else "nothing")
     if run.is_live and writing not in (None, newest.get("step")):
