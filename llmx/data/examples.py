@@ -312,7 +312,9 @@ class Schema:
         arrays: dict[Column, np.ndarray] = {}
         for column in self.per("token"):
             zeros = [np.zeros((length, *column.shape), column.numpy_dtype) for length in lengths]
-            parts = [own.get(column, part) for own, part in zip(by_token, zeros, strict=True)]
+            parts = [
+                columns.get(column, zero) for columns, zero in zip(by_token, zeros, strict=True)
+            ]
             empty = np.zeros((0, *column.shape), column.numpy_dtype)
             arrays[column] = np.concatenate([empty, *parts])
         for column in self.per("sequence") + self.per("example"):

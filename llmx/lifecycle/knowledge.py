@@ -62,10 +62,10 @@ def informed(
         composed = _chosen(composed, composed.asked, is_trial=is_trial)
     knowledge = gather(composed, variants=variants)
     replanned = plan_experiment(composed.experiment, is_checked=True, knowledge=knowledge)
-    known = replanned.knowledge
+    knowledge = replanned.knowledge
     if not all(part.fits for part in replanned.plan.memory):
-        known = replace(known, traces=gather(replanned, variants=True).traces)
-    text = advice(replanned.experiment, replanned.plan, known, allows=refusal)
+        knowledge = replace(knowledge, traces=gather(replanned, variants=True).traces)
+    text = advice(replanned.experiment, replanned.plan, knowledge, allows=refusal)
     plan = replace(replanned.plan, chosen=composed.plan.chosen, advice=text)
     return replace(replanned, plan=plan, asked=composed.asked)
 

@@ -66,6 +66,11 @@ def task_class(kind: str, options: Mapping[str, Any] = NO_OPTIONS) -> type[Task]
                     f"llmx.tasks.{base.__name__} is asked for. Derive {name} from it in place of "
                     "llmx.tasks.Task."
                 )
+        if hasattr(task, "config_problems"):
+            raise ConfigError(
+                f"task.kind={kind}: {name} has config_problems, which nothing calls. Rename it to "
+                "problems(self); the experiment is self.exp."
+            )
         return task.variant(options)
     near = did_you_mean(name, [key for key, value in names.items() if isinstance(value, type)])
     raise ConfigError(

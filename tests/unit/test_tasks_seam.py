@@ -211,3 +211,11 @@ def test_a_member_that_only_another_kind_of_task_has_is_named(
     monkeypatch.setattr(Own, member, lambda self: None, raising=False)
     with pytest.raises(ConfigError, match=rf"Own has {member}, which only a llmx\.tasks\.{base}"):
         task_class(f"{__name__}:Own")
+
+
+def test_a_check_under_a_name_that_nothing_calls_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Own, "config_problems", lambda self, exp: (), raising=False)
+    with pytest.raises(ConfigError, match=r"Own has config_problems.*Rename it to problems"):
+        task_class(f"{__name__}:Own")

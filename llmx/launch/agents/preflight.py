@@ -463,23 +463,23 @@ def survey_hosts(
     built for; ``remove``: host -> stale locks that are removed first.
     """
     used = {connection.name: connection for connection in connections if connection.hosts}
-    asked: dict[str, Message] = {}
+    questions: dict[str, Message] = {}
     records: dict[str, HostRecord] = {}
     names: dict[str, str] = {}
     for name, connection in used.items():
         index = connection.hosts[0]
-        asked[name] = _questions(spec, index)
+        questions[name] = _questions(spec, index)
         if is_alone:
-            asked[name]["torch"] = False
+            questions[name]["torch"] = False
         records[name] = HostRecord(spec.plan.hosts[index])
-        names[name] = survey_request(spec.python_on(index), asked[name])
+        names[name] = survey_request(spec.python_on(index), questions[name])
 
     def request(connection: Connection) -> Message:
         index, name = connection.hosts[0], connection.name
         earlier = {"known": records[name].survey(names[name]), "remove": (remove or {}).get(name)}
         paths = (spec.run_dir.root, Path(spec.worker_path).parent)
         arguments = [spec.path_on(index, path) for path in paths]
-        arguments.append(json.dumps({**asked[name], **earlier}))
+        arguments.append(json.dumps({**questions[name], **earlier}))
         return {"python": spec.python_on(index), "program": survey_source(), "arguments": arguments}
 
     surveys, problems = {}, []
