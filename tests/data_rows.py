@@ -7,13 +7,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import PreTrainedTokenizerFast
 
+from llmx import data
 from llmx.config import Experiment
-from llmx.data import SampleStore
+from llmx.data import SampleStore, collate
 from llmx.data.format.rows import Conversation, Message
 from llmx.data.source.records import Where
 from llmx.data.tokenize.conversations import TokenSequence
+from llmx.errors import DataError
+from llmx.tasks import task_of, tokenizer_of
+from tests.rundirs import experiment
 from tests.small_tokenizers import byte_tokenizer
 
 WHERE = Where(Path("rows.jsonl"), 7, "line")
@@ -54,17 +59,17 @@ def write_rows(path: Path, rows: Iterable[Any]) -> Path:
 
 
 def of_rows(
-    directory: Path, rows: Iterable[Any] | str | bytes, name: str = "rows.jsonl", **data: Any
+    directory: Path, rows: Iterable[Any] | str | bytes, name: str = "rows.jsonl", **options: Any
 ) -> Experiment:
-    """An experiment on these rows, with a cache of its own; ``data`` are keys of its group."""
+    """An experiment on these rows, with a cache of its own; ``options`` are those of data."""
     path = directory / name
     if isinstance(rows, str | bytes):
         path.write_bytes(rows.encode() if isinstance(rows, str) else rows)
     else:
         write_rows(path, rows)
     exp = Experiment()
-    options = {"path": str(path), "cache_dir": str(directory / "cache"), "seq_len": 64, **data}
-    for key, value in options.items():
+    small = {"path": str(path), "cache_dir": str(directory / "cache"), "seq_len": 64}
+    for key, value in (small | options).items():
         setattr(exp.data, key, value)
     return exp
 
@@ -90,3 +95,51 @@ def learned(tokenizer: Any, row: TokenSequence) -> list[str]:
             runs[-1].append(token)
         before = target
     return [tokenizer.decode(run) for run in runs]
+
+
+# Rows as a task makes samples of them
+
+Row = dict[str, Any]
+
+
+def experiment_on(
+    directory: Path, kind: str, rows: Iterable[Row], options: Row | None = None, **changes: Any
+) -> Experiment:
+    """An experiment of this task on ``directory/rows.jsonl``."""
+    path = str(write_rows(directory / "rows.jsonl", rows))
+    return experiment(
+        directory / "run",
+        data={"path": path, "max_rows": None, "form": "auto", **changes},
+        task={"kind": kind, "options": options or {}},
+    )
+
+
+def prepared(exp: Experiment, tokenizer: Any = None) -> tuple[Any, SampleStore]:
+    """The experiment's task, and its data as that prepares it."""
+    tokenizer = tokenizer or tokenizer_of(exp)
+    task = task_of(exp, tokenizer)
+    return task, data.prepare(exp.data, exp.seed, tokenizer, task)
+
+
+def sequences_of(store: SampleStore) -> list[tuple[int, ...]]:
+    """The tokens of each sequence, in the order of the store."""
+    return [tuple(one.tokens.tolist()) for one in sequences(store)]
+
+
+def batch_of(store: SampleStore, *numbers: int) -> dict[str, Any]:
+    """These samples as a packed micro batch; all of them if none is named."""
+    samples = [store[number] for number in numbers or range(len(store))]
+    columns = store.batch_columns
+    return collate(samples, seq_len=store.seq_len, pad_id=0, layout="packed", columns=columns)
+
+
+def assert_rejected(exp: Experiment, *, line: int, match: str = "") -> SampleStore:
+    """Assert that a row is an error that names it, and where it is to be skipped is counted.
+    The store without it."""
+    with pytest.raises(DataError, match=match) as caught:
+        prepared(exp)
+    assert f"rows.jsonl, line {line}" in str(caught.value)
+    exp.data.on_bad_row = "skip"
+    _, store = prepared(exp)
+    assert sum(store.meta["rejected"].values()) == 1
+    return store

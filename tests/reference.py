@@ -287,7 +287,7 @@ def naive_gradient(
         with torch.no_grad():
             made = task.rollout(models, prompts, RolloutKey(exp.seed, 0))
         examples = [
-            in_memory(one, Schema(columns), task=task.name, vocab_size=VOCABULARY)
+            in_memory(one, Schema(columns, task.name), vocab_size=VOCABULARY)
             for group in made
             for one in group
         ]

@@ -89,12 +89,8 @@ def models_for(own: Grpo, layout: str = "packed", *, drift: float = 1.0, **confi
 
 def samples_of(own: Any, groups: Iterable[Iterable[Example]]) -> list[Sample]:
     """What a rollout has made, in order."""
-    schema, size = Schema(own.rollout_columns), len(own.tokenizer)
-    return [
-        in_memory(example, schema, task=own.name, vocab_size=size)
-        for group in groups
-        for example in group
-    ]
+    schema, size = Schema(own.rollout_columns, own.name, method="rollout()"), len(own.tokenizer)
+    return [in_memory(example, schema, vocab_size=size) for group in groups for example in group]
 
 
 def rolled(

@@ -27,7 +27,7 @@ from llmx.cli.generate import Wanted, layout_of, load
 from llmx.cli.target import Target
 from llmx.data.format.rows import Message
 from llmx.data.format.turns import turns
-from llmx.data.source.records import Where
+from llmx.data.source.records import RecordError, Rejected, Where
 from llmx.errors import ConfigError, DataError
 from llmx.models.sampling import sample_seed
 from llmx.run.rundir import is_stream, replacing
@@ -334,7 +334,10 @@ def _prompt_of(line: str, where: Where) -> Prompt:
         return Prompt(columns, value)
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: has no prompt. {rule}")
-    messages = turns(value, key, where)
+    try:
+        messages = turns(value, key)
+    except Rejected as problem:
+        raise RecordError.of(problem, where) from problem
     if messages and messages[-1].role == "assistant":
         columns.setdefault("expected", messages[-1].content)
         messages = messages[:-1]

@@ -25,9 +25,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from llmx.data.examples import IGNORE, Column, Encoding, Example, Rejected, Tokens
+from llmx.data.examples import IGNORE, Column, Encoding, Example, Tokens
 from llmx.data.format.rows import Conversation, Labelled, Preference, TextPair, UnpairedPreference
-from llmx.data.source.records import Document, Record
+from llmx.data.source.records import Document, Record, Rejected
 
 if TYPE_CHECKING:
     from llmx.data.collation import collate

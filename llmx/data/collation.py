@@ -9,7 +9,7 @@ the next sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -63,15 +63,12 @@ def collate(
     No samples give one line of padding without targets, sequences and examples, for ranks that
     must keep step.
     """
-    if layout == "packed":
-        sizes = [len(sample.sequence_starts) for sample in samples]
-    elif layout == "padded":
-        sizes = [1 for sample in samples for _ in sample.sequence_starts]
-    else:
+    if layout not in ("packed", "padded"):
         raise ValueError(f"layout {layout!r} is not packed or padded")
-    spans = [(sample, start, stop) for sample in samples for start, stop in sample.bounds()]
-    remaining_spans = iter(spans)
-    lines = [[next(remaining_spans) for _ in range(size)] for size in sizes] or [[]]
+    lines = [[(sample, *bounds) for bounds in sample.bounds()] for sample in samples]
+    if layout == "padded":
+        lines = [[span] for line in lines for span in line]
+    lines = lines or [[]]
     longest = max(sum(stop - start for _, start, stop in line) for line in lines)
     if longest > seq_len:
         raise DataError(
@@ -81,76 +78,52 @@ def collate(
     length = seq_len
     if pad_to is not None:
         length = min(seq_len, max(1, -(-longest // pad_to)) * pad_to)
-    arrays = _by_token(lines, length=length, pad_id=pad_id)
-    if columns is not None:
-        arrays |= _of_task(samples, lines, length=length, columns=columns)
-    import torch
-
-    return {name: torch.from_numpy(values) for name, values in arrays.items()}
-
-
-_Line = list[tuple[Sample, int, int]]
-"""The sequences of a line: tokens [start, stop) of their samples."""
-
-
-def _by_token(lines: list[_Line], *, length: int, pad_id: int) -> dict[str, np.ndarray]:
     shape = (len(lines), length)
-    input_ids = np.full(shape, pad_id, dtype=np.int64)
-    labels = np.full(shape, IGNORE, dtype=np.int64)
-    position_ids = np.zeros(shape, dtype=np.int64)
-    segment_ids = np.zeros(shape, dtype=np.int32)
-    for b, line in enumerate(lines):
-        at = 0
-        for segment, (sample, start, stop) in enumerate(line, start=1):
-            tokens, targets = sample.tokens[start:stop], sample.targets[start:stop]
-            end = at + len(tokens)
-            input_ids[b, at:end] = tokens
-            if sample.labels is not None:
-                labels[b, at:end] = sample.labels[start:stop]
-            else:
-                # Widened first: -100 has no place among the unsigned ids of the store.
-                labels[b, at : end - 1] = np.where(targets[1:], tokens[1:].astype(np.int64), IGNORE)
-            position_ids[b, at:end] = np.arange(len(tokens))
-            segment_ids[b, at:end] = segment
-            at = end
-    return {
-        "input_ids": input_ids,
-        "labels": labels,
-        "position_ids": position_ids,
-        "segment_ids": segment_ids,
+    arrays: dict[str, np.ndarray] = {
+        "input_ids": np.full(shape, pad_id, np.int64),
+        "labels": np.full(shape, IGNORE, np.int64),
+        "position_ids": np.zeros(shape, np.int64),
+        "segment_ids": np.zeros(shape, np.int32),
     }
-
-
-def _of_task(
-    samples: Sequence[Sample], lines: list[_Line], *, length: int, columns: Sequence[Column]
-) -> dict[str, np.ndarray]:
-    """The sequence and the example of each token, and the task's own columns."""
-    schema = Schema(tuple(columns))
-    by_token: dict[str, np.ndarray] = {
-        column.name: np.zeros((len(lines), length, *column.shape), column.numpy_dtype)
-        for column in schema.per("token")
-    }
-    arrays: dict[str, np.ndarray] = {"sequence_ids": np.zeros((len(lines), length), np.int64)}
+    schema = Schema(tuple(columns or ()))
+    token_columns = schema.per("token")
+    for column in token_columns:
+        arrays[column.name] = np.zeros((*shape, *column.shape), column.numpy_dtype)
+    if columns is not None:
+        arrays["sequence_ids"] = np.zeros(shape, np.int64)
     if schema.weighted:
-        arrays["weights"] = np.zeros((len(lines), length), np.float32)
+        arrays["weights"] = np.zeros(shape, np.float32)
     number = 0
     for b, line in enumerate(lines):
         at = 0
-        for sample, start, stop in line:
+        for segment, (sample, start, stop) in enumerate(line, start=1):
             number += 1
             end = at + stop - start
-            arrays["sequence_ids"][b, at:end] = number
-            shifted = slice(start + 1, stop)
+            tokens, shifted = sample.tokens[start:stop], slice(start + 1, stop)
+            arrays["input_ids"][b, at:end] = tokens
+            if sample.labels is not None:
+                arrays["labels"][b, at:end] = sample.labels[start:stop]
+            else:
+                # Widened first: -100 has no place among the unsigned ids of the store.
+                following = tokens[1:].astype(np.int64)
+                labels = np.where(sample.targets[shifted], following, IGNORE)
+                arrays["labels"][b, at : end - 1] = labels
+            arrays["position_ids"][b, at:end] = np.arange(len(tokens))
+            arrays["segment_ids"][b, at:end] = segment
+            if columns is not None:
+                arrays["sequence_ids"][b, at:end] = number
             if schema.weighted:
                 weights = sample.targets if sample.weights is None else sample.weights
                 arrays["weights"][b, at : end - 1] = weights[shifted]
-            for name, values in by_token.items():
-                values[b, at : end - 1] = sample.columns[name][shifted]
+            for column in token_columns:
+                arrays[column.name][b, at : end - 1] = sample.columns[column.name][shifted]
             at = end
-    sizes = [size for sample in samples for size in sample.example_sizes()]
-    arrays["example_ids"] = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
+    if columns is not None:
+        sizes = [size for sample in samples for size in sample.example_sizes()]
+        arrays["example_ids"] = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
     for column in (*schema.per("sequence"), *schema.per("example")):
-        sample_values: list[Any] = [sample.columns[column.name] for sample in samples]
         empty = np.zeros((0, *column.shape), column.numpy_dtype)
-        arrays[column.name] = np.concatenate([empty, *sample_values])
-    return arrays | by_token
+        arrays[column.name] = np.concatenate([empty, *(s.columns[column.name] for s in samples)])
+    import torch
+
+    return {name: torch.from_numpy(values) for name, values in arrays.items()}

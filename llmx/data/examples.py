@@ -13,14 +13,14 @@ from __future__ import annotations
 import keyword
 import math
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from llmx.data.format.rows import Conversation
-from llmx.data.source.records import Document, RecordError, Row, Where, excerpt
+from llmx.data.source.records import Document, RecordError, Rejected, Row, Where, excerpt
 from llmx.errors import ConfigError, LlmxError
 
 if TYPE_CHECKING:
@@ -86,39 +86,10 @@ class Column:
         """The size of one value in bytes."""
         return self.numpy_dtype.itemsize * math.prod(self.shape)
 
-    def array(self, values: Any, *, count: int, task: str) -> np.ndarray:
-        """``count`` values as an array of its type; raises ConfigError for others."""
-        import numpy as np
-
-        shape = (count, *self.shape)
-        if not count:
-            return np.zeros(shape, self.numpy_dtype)
-        problem = ""
-        try:
-            array = np.asarray(values)
-            cast = array.astype(self.numpy_dtype)
-        except (TypeError, ValueError, OverflowError) as error:
-            problem = str(error)
-        else:
-            if array.shape != shape:
-                problem = f"{count} values have together the shape {array.shape}, not {shape}"
-            elif cast.dtype.kind == "f" and not np.isfinite(cast).all():
-                problem = "a value is not finite"
-            elif cast.dtype.kind != "f" and not np.array_equal(cast, array):
-                problem = f"{self.dtype} does not hold every value"
-            else:
-                return cast
-        raise ConfigError(
-            f"task={task}: the column {self.name} (by {self.per}, {self.dtype}) got "
-            f"{excerpt(str(values))}: {problem}."
-        )
-
 
 WEIGHT = "weight"
 """The column by token that takes the place of Boolean targets. A task that declares it trains each
 token with a weight of its own; 0 is no target."""
-
-
 TOKEN_WEIGHT = Column(WEIGHT, per="token")
 
 
@@ -131,48 +102,6 @@ class Tokens:
     """The weight of each token as a target; None: 1. The first token is never a target."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Columns by token, each with as many values as there are ids."""
-
-    def arrays(
-        self, schema: Schema, *, task: str, vocab_size: int, by: str = "encode()"
-    ) -> tuple[np.ndarray, np.ndarray, dict[Column, np.ndarray]]:
-        """(ids uint32, targets, columns by token). Targets are bool; where the schema has weights,
-        float32.
-
-        Raises:
-            ConfigError: no ids of this vocabulary, or not the values of the declared columns.
-        """
-        import numpy as np
-
-        ids = np.asarray(self.ids)
-        right = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) > 0
-        if not right or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-            raise ConfigError(
-                f"task={task}: Tokens are at least one id, each from 0 to {vocab_size - 1} (the "
-                f"last of the vocabulary); {by} gave {excerpt(str(self.ids))}."
-            )
-        count = len(ids)
-        declared = "columns" if by == "encode()" else "rollout_columns"
-        weight = np.ones(count) if self.weight is None else self.weight
-        targets = TOKEN_WEIGHT.array(weight, count=count, task=task)
-        if not schema.weighted:
-            if not np.isin(targets, (0, 1)).all():
-                raise ConfigError(
-                    f"task={task}: Tokens have weights that are neither 0 nor 1. Declare the "
-                    f'column: {declared} = (Column("weight", per="token"),).'
-                )
-            targets = targets != 0
-        token_columns = schema.per("token")
-        if set(self.columns) != {column.name for column in token_columns}:
-            raise ConfigError(
-                f"task={task}: Tokens have the columns {listed(self.columns)}, and the task "
-                f"declares {listed(column.name for column in token_columns)} by token in "
-                f"`{declared}`."
-            )
-        columns = {
-            column: column.array(self.columns[column.name], count=count, task=task)
-            for column in token_columns
-        }
-        return ids.astype(np.uint32), targets, columns
 
 
 ExampleSequence = Conversation | Document | Tokens
@@ -244,15 +173,6 @@ class Encoding(Protocol):
     def encode(self, row: Any) -> Example | None: ...
 
 
-class Rejected(Exception):
-    """Raised by ``encode``: the row is wrong (``data.on_bad_row`` says what happens then)."""
-
-    def __init__(self, reason: str, message: str = "") -> None:
-        """``reason``: a few words, the same for every row with this fault."""
-        super().__init__(message or reason)
-        self.reason = reason
-
-
 def encoded(encoding: Encoding, row: Row) -> Example | None:
     """The task's example of a row; None if it leaves the row out.
 
@@ -263,9 +183,7 @@ def encoded(encoding: Encoding, row: Row) -> Example | None:
     try:
         return encoding.encode(row)
     except Rejected as problem:
-        raise RecordError(
-            f"{row.where}: {problem}", where=row.where, reason=problem.reason
-        ) from problem
+        raise RecordError.of(problem, row.where) from problem
     except LlmxError:
         raise
     except Exception as error:
@@ -279,9 +197,14 @@ def encoded(encoding: Encoding, row: Row) -> Example | None:
 
 @dataclass(frozen=True)
 class Schema:
-    """The declared columns by what they belong to."""
+    """The columns that a task declares, and checks of what it gives: what is wrong here is wrong in
+    the task, not in the data, and a ConfigError."""
 
     columns: tuple[Column, ...] = ()
+    task: str = ""
+    """The name of the task."""
+    method: str = "encode()"
+    """The method that makes the examples: ``encode()``, or ``rollout()``."""
 
     def __post_init__(self) -> None:
         names = [column.name for column in self.columns]
@@ -297,13 +220,73 @@ class Schema:
         """The columns by token (without the weight), by sequence or by example."""
         return tuple(c for c in self.columns if c.per == kind and c.name != WEIGHT)
 
+    def checked(self, example: Example) -> Example:
+        """The example, if it is one and has the declared columns."""
+        if not isinstance(example, Example):
+            gives = "an Example or None" if self.method == "encode()" else "lists of Examples"
+            raise self._wrong(f"{self.method} gave {type(example).__name__}; it gives {gives}.")
+        if not example.sequences:
+            raise self._wrong(f"{self.method} gave an Example without a sequence.")
+        if not all(isinstance(part, ExampleSequence) for part in example.sequences):
+            raise self._wrong(
+                "a sequence of an Example is a Conversation, a Document or Tokens, not "
+                f"{', '.join(type(sequence).__name__ for sequence in example.sequences)}."
+            )
+        if example.cut != "auto" and not (
+            set(example.cuts) < set(CUTS) and len(example.cuts) == len(example.sequences)
+        ):
+            raise self._wrong(
+                f"cut={example.cut!r}: one of {', '.join(CUTS)}, or one for each sequence."
+            )
+        declared_names = {column.name for column in self.columns if column.per != "token"}
+        if set(example.columns) != declared_names:
+            raise self._wrong(
+                f"{self.method} gave the columns {_listed(example.columns)}, and the task declares "
+                f"{_listed(declared_names)} by sequence and by example. Declare them in "
+                f'`{self._declared_in}`, e.g. Column("label", per="example", dtype="int64").'
+            )
+        return example
+
+    def arrays(
+        self, tokens: Tokens, *, vocab_size: int
+    ) -> tuple[np.ndarray, np.ndarray, dict[Column, np.ndarray]]:
+        """(ids uint32, targets, columns by token) of tokens of this vocabulary with the declared
+        columns. Targets are bool; where the schema has weights, float32."""
+        import numpy as np
+
+        ids = np.asarray(tokens.ids)
+        right = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) > 0
+        if not right or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+            raise self._wrong(
+                f"Tokens are at least one id, each from 0 to {vocab_size - 1} (the last of the "
+                f"vocabulary); {self.method} gave {excerpt(str(tokens.ids))}."
+            )
+        weight = np.ones(len(ids)) if tokens.weight is None else tokens.weight
+        targets = self._array(TOKEN_WEIGHT, weight, len(ids))
+        if not self.weighted:
+            if not np.isin(targets, (0, 1)).all():
+                raise self._wrong(
+                    "Tokens have weights that are neither 0 nor 1. Declare the column: "
+                    f'{self._declared_in} = (Column("weight", per="token"),).'
+                )
+            targets = targets != 0
+        columns = {column.name: column for column in self.per("token")}
+        if tokens.columns.keys() != columns.keys():
+            raise self._wrong(
+                f"Tokens have the columns {_listed(tokens.columns)}, and the task declares "
+                f"{_listed(columns)} by token in `{self._declared_in}`."
+            )
+        by_token = {
+            columns[name]: self._array(columns[name], values, len(ids))
+            for name, values in tokens.columns.items()
+        }
+        return ids.astype(np.uint32), targets, by_token
+
     def values(
         self,
         examples: Sequence[Example],
         lengths: Sequence[int] | np.ndarray,
         by_token: Sequence[Mapping[Column, np.ndarray]],
-        *,
-        task: str,
     ) -> dict[Column, np.ndarray]:
         """The columns of examples, of whose sequences these are the lengths and the columns by
         token; 0 where the task gave no tokens, for only it knows their values."""
@@ -311,12 +294,11 @@ class Schema:
 
         arrays: dict[Column, np.ndarray] = {}
         for column in self.per("token"):
-            zeros = [np.zeros((length, *column.shape), column.numpy_dtype) for length in lengths]
-            parts = [
-                columns.get(column, zero) for columns, zero in zip(by_token, zeros, strict=True)
-            ]
-            empty = np.zeros((0, *column.shape), column.numpy_dtype)
-            arrays[column] = np.concatenate([empty, *parts])
+            parts = [np.zeros((0, *column.shape), column.numpy_dtype)]
+            for length, columns in zip(lengths, by_token, strict=True):
+                zeros = np.zeros((length, *column.shape), column.numpy_dtype)
+                parts.append(columns.get(column, zeros))
+            arrays[column] = np.concatenate(parts)
         for column in self.per("sequence") + self.per("example"):
             of_column: list[Any] = []
             for example in examples:
@@ -326,12 +308,48 @@ class Schema:
                 elif hasattr(value, "__len__") and len(value) == count:
                     of_column.extend(value)
                 else:
-                    raise ConfigError(
-                        f"task={task}: the column {column.name} has a value for each sequence of "
-                        f"an example, here {count}; the task gave {value!r}."
+                    raise self._wrong(
+                        f"the column {column.name} has a value for each sequence of an example, "
+                        f"here {count}; the task gave {value!r}."
                     )
-            arrays[column] = column.array(of_column, count=len(of_column), task=task)
+            arrays[column] = self._array(column, of_column, len(of_column))
         return arrays
+
+    def _array(self, column: Column, values: Any, count: int) -> np.ndarray:
+        """``count`` values as an array of the column's type."""
+        import numpy as np
+
+        shape = (count, *column.shape)
+        if not count:
+            return np.zeros(shape, column.numpy_dtype)
+        try:
+            array = np.asarray(values)
+            cast = array.astype(column.numpy_dtype)
+            if array.shape != shape:
+                problem = f"{count} values have together the shape {array.shape}, not {shape}"
+            elif cast.dtype.kind == "f" and not np.isfinite(cast).all():
+                problem = "a value is not finite"
+            elif cast.dtype.kind != "f" and not np.array_equal(cast, array):
+                problem = f"{column.dtype} does not hold every value"
+            else:
+                return cast
+        except (TypeError, ValueError, OverflowError) as error:
+            problem = str(error)
+        raise self._wrong(
+            f"the column {column.name} (by {column.per}, {column.dtype}) got "
+            f"{excerpt(str(values))}: {problem}."
+        )
+
+    @property
+    def _declared_in(self) -> str:
+        return "columns" if self.method == "encode()" else "rollout_columns"
+
+    def _wrong(self, problem: str) -> ConfigError:
+        return ConfigError(f"task={self.task}: {problem}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
 
 
 def check_task(encoding: Encoding, dataset_split: DatasetSplit) -> None:
@@ -353,40 +371,6 @@ def check_task(encoding: Encoding, dataset_split: DatasetSplit) -> None:
             f"{', '.join(column.name for column in stored_columns)} for each of them whole. Use "
             "data.packing=best_fit."
         )
-
-
-def checked(example: Example, schema: Schema, *, task: str, by: str = "encode()") -> Example:
-    """The example, if it is one and has the declared columns; raises ConfigError else: this is
-    wrong in the task, not in the data. ``by``: the method of the task that made it."""
-    if not isinstance(example, Example):
-        gives = "an Example or None" if by == "encode()" else "lists of Examples"
-        raise ConfigError(f"task={task}: {by} gave {type(example).__name__}; it gives {gives}.")
-    if not example.sequences:
-        raise ConfigError(f"task={task}: {by} gave an Example without a sequence.")
-    if not all(isinstance(part, (Conversation, Document, Tokens)) for part in example.sequences):
-        raise ConfigError(
-            f"task={task}: a sequence of an Example is a Conversation, a Document or Tokens, not "
-            f"{', '.join(type(sequence).__name__ for sequence in example.sequences)}."
-        )
-    if example.cut != "auto" and not (
-        set(example.cuts) < set(CUTS) and len(example.cuts) == len(example.sequences)
-    ):
-        raise ConfigError(
-            f"task={task}: cut={example.cut!r}: one of {', '.join(CUTS)}, or one for each sequence."
-        )
-    declared_names = {c.name for c in schema.columns if c.per != "token"}
-    if set(example.columns) != declared_names:
-        declared = "columns" if by == "encode()" else "rollout_columns"
-        raise ConfigError(
-            f"task={task}: {by} gave the columns {listed(example.columns)}, and the task "
-            f"declares {listed(declared_names)} by sequence and by example. Declare them "
-            f'in `{declared}`, e.g. Column("label", per="example", dtype="int64").'
-        )
-    return example
-
-
-def listed(names: Any) -> str:
-    return ", ".join(sorted(names)) or "none"
 
 
 def over_long_of(split: DatasetSplit, encoding: Encoding) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import util
 from typing import Any
 
-from llmx.data.format.rows import Conversation
+from llmx.data.format.rows import Conversation, Labelled, Preference
 from llmx.data.source.records import Document, Record, Row
 from llmx.errors import ConfigError
 
@@ -42,13 +42,11 @@ def texts_of(row: Row | None, record: Record | Document) -> list[str]:
     system prompt. Of a record without a row all of its strings."""
     if row is None:
         return [] if isinstance(record, Document) else list(_strings(record.value))
-    texts: list[str] = []
-    for sequence in row.sequences:
-        if isinstance(sequence, Conversation):
-            texts += [turn.content for turn in sequence.messages if turn.role != "system"]
-        else:
-            texts.append(sequence.text)
-    return texts
+    if isinstance(row, Preference):
+        return [*texts_of(row.chosen, record), *texts_of(row.rejected, record)]
+    if isinstance(row, Conversation):
+        return [turn.content for turn in row.messages if turn.role != "system"]
+    return [row.text] if isinstance(row, Labelled) else list(row.texts)
 
 
 def _strings(value: object) -> Iterator[str]:

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from llmx.config import DataConfig, SourceConfig
-from llmx.data.format.columns import unread_columns
-from llmx.data.format.fields import Fields, Reading
-from llmx.data.format.formats import Format, Reader, detect_form, format_of, to_record
+from llmx.data.format.columns import Fields, Reading
+from llmx.data.format.formats import detect_form, format_of
 from llmx.data.format.rows import Conversation, Preference, TextPair
 from llmx.data.progress import PreparationProgress
 from llmx.data.source.files import DEMO_DIRECTORY, digest_of, read_file, source_files
@@ -190,18 +189,6 @@ class Source:
             read_file(file, bad=bad, text_unit=unit, meter=meter) for file in self.files
         )
 
-    @cached_property
-    def _format(self) -> Format:
-        """The dataset format; one without a record has none, so ask at a record."""
-        return format_of(self.form)
-
-    @cached_property
-    def _reader(self) -> Reader:
-        """The reader of its rows; a source that no task takes is read as what it is in the first
-        place."""
-        readers = {**self._format.readers, Record: to_record}
-        return readers[self.row_type or next(iter(readers))]
-
     def records(
         self, bad: OnBad, *, meter: Meter | None = None, check: bool = False
     ) -> Iterator[tuple[Record | Document, Row | None]]:
@@ -211,23 +198,22 @@ class Source:
         are noted in ``ignored``; else the record is not trained on, it is passed on.
         """
         for record in self.raw(bad, meter=meter):
-            row: Row | None
+            row: Row | None = record
             try:
                 if isinstance(record, Record):
-                    fields = Fields(record, self.reading)
-                    row = self._reader(fields)
-                    if check and self.row_type is not Record:
-                        ignore = self.data.ignore_columns
-                        for name in unread_columns(fields, self._format, self.row_type, ignore):
-                            if len(self.ignored) < MOST_IGNORED:
-                                self.ignored.add(name)
+                    row, unread = format_of(self.form).read(
+                        record,
+                        self.reading,
+                        self.row_type,
+                        ignore=self.data.ignore_columns if check else None,
+                    )
+                    if len(self.ignored) < MOST_IGNORED:
+                        self.ignored.update(unread)
                 elif check and self.form != "text":
                     raise DataError(
                         f"{record.where}: a text file has no columns, and data.form={self.form} "
                         "needs them. Give a JSON, TSV or CSV file, or set data.form=text."
                     )
-                else:
-                    row = record
             except RecordError as error:
                 bad(error)
             else:

@@ -23,8 +23,9 @@ from llmx.config import Experiment
 from llmx.config.fields import choice, number
 from llmx.config.tasks import TaskDefaults
 from llmx.data import EvalPrompt, Sample, SampleStore, collate
-from llmx.data.examples import Column, Example, Rejected, Tokens
+from llmx.data.examples import Column, Example, Tokens
 from llmx.data.format.rows import Conversation, Prompted
+from llmx.data.source.records import Rejected
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
 from llmx.tasks.base import (

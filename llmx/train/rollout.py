@@ -22,7 +22,7 @@ import torch
 
 from llmx.collectives import all_gather
 from llmx.config import Experiment
-from llmx.data.examples import Column, Example, Schema, checked
+from llmx.data.examples import Column, Example, Schema
 from llmx.data.order import draw_seed, samples_of_step
 from llmx.data.store.samples import Sample, in_memory
 from llmx.errors import ConfigError
@@ -163,7 +163,7 @@ def _drawn(
         )
     by_prompt = _checked(
         rollouts,
-        Schema(task.rollout_columns),
+        Schema(task.rollout_columns, task.name, method="rollout()"),
         task=task,
         seq_len=seq_len,
         vocab_size=engine.vocab_size,
@@ -267,8 +267,7 @@ def _checked(
     for examples in rollouts:
         samples = []
         for example in examples:
-            right = checked(example, schema, task=task.name, by="rollout()")
-            sample = in_memory(right, schema, task=task.name, vocab_size=vocab_size)
+            sample = in_memory(schema.checked(example), schema, vocab_size=vocab_size)
             if (length := len(sample.tokens)) > seq_len:
                 raise ConfigError(
                     f"task={task.name}: rollout() gave an example of {length} tokens (of all its "

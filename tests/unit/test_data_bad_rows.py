@@ -6,7 +6,9 @@ import contextlib
 import gzip
 import json
 import os
+import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,37 +35,40 @@ DIGITS = b'{"prompt": "q", "response": "a", "n": ' + b"9" * 5000 + b"}"
 SURROGATE = b'{"prompt": "abc \\ud83d d", "response": "a"}'
 
 
-@pytest.mark.parametrize(
-    ("line", "reason", "message"),
-    [
-        (b'{"prompt": "q", "resp', "not JSON", "line 2, column 17: not JSON"),
-        (b'{"prompt": "\xff"}', "not UTF-8", "line 2, column 13: not UTF-8"),
-        (b"[1, 2]", "not an object", r"line 2: \[1, 2\] is not an object"),
-        (TWICE, "a key that is there twice", 'line 2: the key "x" is there twice'),
-        (row(prompt="q"), "a missing column", 'line 2: no column "response"; the row has prompt'),
-        (row(prompt=["q"]), "a value of a wrong type", r'line 2: "prompt" is \["q"\], not text'),
-        (row(prompt="no", response="a"), "the template refuses it", "line 2: the chat template"),
-        (SURROGATE, "half of a surrogate pair", r"line 2: character 5 .* .\\ud83d., .*abc \\ud83d"),
-        (DIGITS, "not JSON", "line 2, column 1: not JSON .a number of more than 4,300 digits"),
-        (
-            row(prompt="q", response="a", tools="[" * 9**5),
-            "wrong tools",
-            "line 2: tools are not JSON",
-        ),
-        (b"[" * 100_000, "not JSON", "line 2, column 1: not JSON .nested too deeply"),
-    ],
-)
-def test_a_bad_line(tmp_path: Path, line: bytes, reason: str, message: str):
-    content = b"\n".join([GOOD, line, GOOD, b""])
+BAD = [
+    (b'{"prompt": "q", "resp', "not JSON", "line {}, column 17: not JSON"),
+    (b'{"prompt": "\xff"}', "not UTF-8", "line {}, column 13: not UTF-8"),
+    (b"[1, 2]", "not an object", r"line {}: \[1, 2\] is not an object"),
+    (TWICE, "a key that is there twice", 'line {}: the key "x" is there twice'),
+    (row(prompt="q"), "a missing column", 'line {}: no column "response"; the row has prompt'),
+    (row(prompt=["q"]), "a value of a wrong type", r'line {}: "prompt" is \["q"\], not text'),
+    (row(prompt="no", response="a"), "the template refuses it", "line {}: the chat template"),
+    (SURROGATE, "half of a surrogate pair", r"line {}: character 5 .* .\\ud83d., .*abc \\ud83d"),
+    (DIGITS, "not JSON", "line {}, column 1: not JSON .a number of more than 4,300 digits"),
+    (
+        row(prompt="q", response="a", tools="[" * 9**5),
+        "wrong tools",
+        "line {}: tools are not JSON",
+    ),
+    (b"[" * 100_000, "not JSON", "line {}, column 1: not JSON .nested too deeply"),
+]
+
+
+def test_bad_lines_are_counted_and_written_with_their_place(tmp_path: Path):
+    content = b"\n".join([GOOD, *(line for line, _, _ in BAD), GOOD, b""])
     store = prepare(of_rows(tmp_path, content, on_bad_row="skip"), TOKENIZER)
-    assert (store.num_sequences, store.meta["rejected"]) == (2, {reason: 1})
+    reasons = Counter(reason for _, reason, _ in BAD)
+    assert (store.num_sequences, store.meta["rejected"]) == (2, reasons)
     assert store.meta["dropped"] == {}
-    (rejected,) = Path(store.meta["rejected_file"]).read_text().splitlines()
-    found = json.loads(rejected)
-    assert (found["line"], found["reason"]) == (2, reason)
-    assert found["file"] == str(tmp_path / "rows.jsonl")
-    assert f"{reason} (1)" in summary(store)
-    with pytest.raises(DataError, match=rf"rows\.jsonl, {message}"):
+    assert all(f"{reason} ({count})" in summary(store) for reason, count in reasons.items())
+    rejected = Path(store.meta["rejected_file"]).read_text().splitlines()
+    found = {line["line"]: line for line in map(json.loads, rejected)}
+    assert len(rejected) == len(BAD)
+    for number, (_, reason, message) in enumerate(BAD, start=2):
+        assert found[number]["reason"] == reason
+        assert found[number]["file"] == str(tmp_path / "rows.jsonl")
+        assert re.search(rf"rows\.jsonl, {message.format(number)}", found[number]["message"])
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 2, column 17: not JSON"):
         prepare(of_rows(tmp_path, content), TOKENIZER)
     assert store.path.is_dir()  # what was prepared before is still there
 

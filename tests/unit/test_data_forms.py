@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from llmx.data.format.columns import unread_columns
-from llmx.data.format.fields import Fields, Reading
+from llmx.data.format.columns import Fields, Reading
 from llmx.data.format.formats import FORMATS, detect_form, transcript
 from llmx.data.format.rows import Conversation, Preference, Prompted, UnpairedPreference
 from llmx.data.source.records import Document, Record, RecordError
@@ -15,13 +16,19 @@ from tests.data_rows import BOT, USER, WHERE, turn
 HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
 
 
-def fields_of(value: dict, **options) -> Fields:
-    return Fields(Record(value, WHERE), Reading(**options))
+def read(value: dict, row_type: type, form: str = "auto", *, known: Any = None, **options) -> Any:
+    """The row of a record, in the format that its columns show. ``known``: the columns that may be
+    left unread."""
+    record, reading = Record(value, WHERE), Reading(**options)
+    if form == "auto":
+        form = detect_form(Fields(record, reading), takes=(row_type, Conversation))
+    row, unread = FORMATS[form].read(record, reading, row_type, ignore=known)
+    assert {*unread} <= {*(known or ())}
+    return row
 
 
 def conversation(value: dict, **options) -> Conversation | None:
-    fields = fields_of(value, **options)
-    return FORMATS[detect_form(fields)].readers[Conversation](fields)
+    return read(value, Conversation, **options)
 
 
 def turns(value: dict, **options) -> list[tuple[str, str]]:
@@ -83,11 +90,8 @@ def test_one_question(value: dict):
     ],
 )
 def test_prompts_with_a_reference_or_without(value: dict, reference: str):
-    fields = fields_of(value)
-    dataset_format = FORMATS[detect_form(fields, takes=(Prompted, Conversation))]
-    row = dataset_format.readers[Prompted](fields)
-    assert (row.messages[-1].role, row.messages[-1].content) == ("assistant", reference)
-    assert {*unread_columns(fields, dataset_format, Prompted, ())} <= {"ability", "solution"}
+    last = read(value, Prompted, known=("ability", "solution")).messages[-1]
+    assert (last.role, last.content) == ("assistant", reference)
 
 
 def test_columns_beside_the_question_are_turns():
@@ -172,9 +176,7 @@ def test_what_is_wrong_is_said_with_the_row(value: dict, said: str):
 
 
 def document(value: dict, **options) -> str:
-    fields = fields_of(value, **options)
-    assert detect_form(fields) == "text"
-    return FORMATS["text"].readers[Document](fields).text
+    return read(value, Document, **options).text
 
 
 def test_text_is_one_column_or_a_title_and_a_content():
@@ -184,7 +186,7 @@ def test_text_is_one_column_or_a_title_and_a_content():
     columns = {"content": "body", "title": "head"}
     assert document({"head": "T", "body": "C"}, columns=columns) == "T\n\nC"
     with pytest.raises(DataError, match=r'no column "text"; the row has body'):
-        FORMATS["text"].readers[Document](fields_of({"body": "T"}))
+        read({"body": "T"}, Document, "text")
     with pytest.raises(DataError, match=r'"text" is 7, not text'):
         document({"text": 7})
 
@@ -215,9 +217,7 @@ def test_labelled_rows(context: object, expected: list[str]):
 
 
 def pair(value: dict) -> list[list[str]]:
-    fields = fields_of(value)
-    assert detect_form(fields, takes=(Preference,)) == "preference"
-    found = FORMATS["preference"].readers[Preference](fields)
+    found = read(value, Preference)
     return [[message.content for message in one.messages] for one in (found.chosen, found.rejected)]
 
 
@@ -239,6 +239,11 @@ BEST, WORST = turn("assistant", "good"), turn("assistant", "bad")
 )
 def test_published_layouts_of_pairs(value: dict):
     assert pair(value) == [["q", "good"], ["q", "bad"]]
+
+
+def test_a_history_before_a_pair_is_read():
+    row = {"prompt": "q", "chosen": "good", "rejected": "bad", "history": [["q0", "a0"]]}
+    assert pair(row)[0] == ["q0", "a0", "q", "good"]
 
 
 def test_a_transcript_of_several_turns():
@@ -264,7 +269,7 @@ def test_a_transcript_of_several_turns():
 )
 def test_rows_that_are_no_pairs(value: dict, reason: str):
     with pytest.raises(RecordError) as caught:
-        FORMATS["preference"].readers[Preference](fields_of(value))
+        read(value, Preference, "preference")
     assert caught.value.reason == reason
 
 
@@ -282,12 +287,10 @@ def test_rows_that_are_no_pairs(value: dict, reason: str):
 )
 def test_answers_with_and_without_a_verdict(more: dict, columns: dict, desirable: bool | str):
     value = {"prompt": "q", "completion": "a", **more}
-    fields = fields_of(value, columns=columns)
-    read = FORMATS["prompt_response"].readers[UnpairedPreference]
     if isinstance(desirable, str):
         with pytest.raises(RecordError, match=desirable):
-            read(fields)
+            read(value, UnpairedPreference, columns=columns)
         return
-    found = read(fields)
+    found = read(value, UnpairedPreference, columns=columns)
     assert (found.desirable, found.conversation) == (desirable, conversation(value))
     assert turns(value) == QA

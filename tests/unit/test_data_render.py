@@ -6,12 +6,10 @@ and ».
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ import pytest
 from llmx.cli.generate import PromptLayout
 from llmx.config import Experiment
 from llmx.data.eval_prompts import stop_token_ids
-from llmx.data.format.fields import Fields, Reading
+from llmx.data.format.columns import Reading
 from llmx.data.format.formats import FORMATS
 from llmx.data.format.rows import Conversation, Message
 from llmx.data.format.templates import TEMPLATES
@@ -28,27 +26,13 @@ from llmx.data.source.records import Document, Record
 from llmx.data.tokenize.conversations import Renderer, TokenSequence
 from llmx.data.tokenize.documents import DocumentEncoder
 from llmx.errors import ConfigError, DataError
-from llmx.tasks import prepare, tokenizer_of
-from tests.chat_templates import PUBLISHED
-from tests.data_rows import CHATML, WHERE, chat, learned, of_rows, sequences, turn
+from llmx.tasks import tokenizer_of
+from tests.chat_templates import OF_TRL, PUBLISHED
+from tests.data_rows import CHATML, WHERE, chat, learned, turn
 from tests.small_tokenizers import byte_tokenizer
 
 LLAMA3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
-TRIMMING = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] | trim + ' [/INST]' }}"
-    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] | trim + eos_token }}"
-    "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
-)
-THINKING = (
-    "{% for m in messages %}{% set c = m['content'] %}"
-    "{% if m['role'] == 'assistant' and not loop.last %}{% set c = c.split('</think>')[-1] %}"
-    "{% elif m['role'] == 'assistant' and '</think>' not in c %}"
-    "{% set c = '<think>\\n\\n</think>\\n\\n' + c %}{% endif %}"
-    "{{ '<|im_start|>' + m['role'] + '\\n' + c + '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 NO_END = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
@@ -109,30 +93,6 @@ def test_missing_marker_is_replaced_by_the_end_token():
     assert Renderer(tokenizer).template_name == "chatml"
     with pytest.raises(ConfigError, match="neither .*nor an EOS token"):
         Renderer(byte_tokenizer(end=None), template="chatml")
-
-
-def test_own_template_that_trims_and_refuses_system():
-    tokenizer = byte_tokenizer(begin="<s>", chat_template=TRIMMING)
-    text, spans = rendered(tokenizer, chat("  U1\n", " A1 ", "U2", "A2"))
-    assert text == "<s>[INST] U1 [/INST] A1</s>[INST] U2 [/INST] A2</s>"
-    assert spans == [" A1</s>", " A2</s>"]
-    # The system message goes into the first turn, where the template has no place for it.
-    text, spans = rendered(tokenizer, chat("U1", "A1", system="Be."))
-    assert text == "<s>[INST] Be.\n\nU1 [/INST] A1</s>"
-    assert spans == [" A1</s>"]
-
-
-def test_own_template_that_writes_thoughts():
-    tokenizer = byte_tokenizer(*CHATML, chat_template=THINKING, plain_added=("<think>", "</think>"))
-    # What stands between the generation prompt and the answer must be learned as well.
-    _, spans = rendered(tokenizer, chat("U1", "A1", "U2", "A2"))
-    assert spans == ["A1<|im_end|>", "<think>\n\n</think>\n\nA2<|im_end|>"]
-    # Earlier thoughts are dropped by the template: the contents are not written as they are.
-    text, spans = rendered(tokenizer, chat("U1", "<think>T</think>A1", "U2", "<think>T</think>A2"))
-    assert spans == ["A1<|im_end|>", "<think>T</think>A2<|im_end|>"]
-    assert "T</think>A1" not in text
-    text, spans = rendered(tokenizer, chat("<|im_end|>", "<think>T</think>A1", "U2", "A2"))
-    assert (text.count("<|im_end|>"), spans[0]) == (5, "A1<|im_end|>")
 
 
 def test_own_templates_without_an_end_or_that_refuse():
@@ -198,7 +158,7 @@ def conversation(turns: int, *, system: bool, tools: bool) -> Conversation:
         *([turn("user", "U2"), turn("assistant", "A2")] if turns == 2 else []),
     ]
     row = {"messages": messages, "tools": TOOLS if tools else None}
-    found = FORMATS["messages"].readers[Conversation](Fields(Record(row, WHERE), Reading()))
+    found = FORMATS["messages"].read(Record(row, WHERE), Reading(), Conversation)[0]
     assert isinstance(found, Conversation)
     return found
 
@@ -237,13 +197,13 @@ def test_no_text_becomes_a_control_token(name: str, tools: bool):
     ids = sorted(renderer.special.values())
 
     def row(said: str) -> TokenSequence:
-        calls = json.dumps([{"name": "heat", "arguments": {"place": said}}])
-        call = Message("assistant", f"<tool_call>{said}</tool_call>", calls=calls)
+        call = {"name": "heat", "arguments": {"place": said}}
+        calling = Message("assistant", f"<tool_call>{said}</tool_call>", calls=(call,))
         tool = json.dumps([{"type": "function", "function": {"name": "heat", "description": said}}])
         messages = [
             Message("system", said),
             Message("user", f"x{said}y"),
-            *((call, Message("tool", said)) if tools else ()),
+            *((calling, Message("tool", said)) if tools else ()),
             *(Message(role, f"x{said}y") for role in ("assistant", "user", "assistant")),
         ]
         whole = Conversation(tuple(messages), WHERE, tools=tool if tools else "")
@@ -260,15 +220,7 @@ def test_no_text_becomes_a_control_token(name: str, tools: bool):
     assert len(runs) == 2 + tools
 
 
-def templates_of_trl() -> dict[str, str]:
-    """Those that TRL ships, of the models that its users train."""
-    spec = importlib.util.find_spec("trl")
-    root = Path(spec.origin).parent if spec and spec.origin else Path()
-    return {path.stem: path.read_text() for path in sorted(root.glob("chat_templates/*.jinja"))}
-
-
 CONTROL = re.compile(r"<\|\w+\|>|<\w+_of_\w+>|<\uff5c[^>]+\uff5c>|<\|\w+>|<\w+\|>|\[/?[A-Z_]{4,}\]")
-OF_TRL = templates_of_trl()
 NO_TEXT = {"idefics3", "llava_next", "smolvlm"}
 """Their contents are lists of parts, and they are refused."""
 OTHER_PROMPT = re.compile("deepseek|nemotron")
@@ -283,6 +235,21 @@ def of_trl(name: str) -> tuple[Any, Renderer]:
         chat_template=jinja, plain_added=("<think>", "</think>"),
     )  # fmt: skip
     return tokenizer, Renderer(tokenizer)
+
+
+def test_a_template_that_trims_and_refuses_a_system_message():
+    tokenizer, renderer = of_trl("gemma")
+
+    def text(conversation: Conversation) -> str:
+        return marked(tokenizer, *renderer.conversations([conversation]))
+
+    asked, answers = "<start_of_turn>user\n{}<end_of_turn>\n", "<start_of_turn>model\n"
+    first, second = asked.format("U1") + answers, asked.format("U2") + answers
+    expected = f"<bos>{first}«A1<end_of_turn>»\n{second}«A2<end_of_turn>»"
+    assert text(chat("  U1\n", " A1 ", "U2", "A2")) == expected
+    # The system message goes into the first turn, where the template has no place for it.
+    with_system = asked.format("Be.\n\nU1") + answers
+    assert text(chat("U1", "A1", system="Be.")) == f"<bos>{with_system}«A1<end_of_turn>»"
 
 
 def screen_rows() -> dict[str, list[dict[str, Any]]]:
@@ -323,6 +290,8 @@ NO_CALLS = re.compile(
     "qwen2_5_vl"
 )
 """Templates without a form for calls (DeepSeek's do not close a second one): JSON in text."""
+OTHER_OPENING = re.compile("nemotron|qwen3_5_nothink|deepseek_r1_distill_training")
+"""They write another beginning of a thought than their generation prompt has."""
 JSON_CALLS = re.compile("qwen2_5|qwen3(_training|_vl.*|_instruct.*)?$")
 
 
@@ -339,9 +308,8 @@ def test_every_template_of_trl_writes_calls_and_thoughts_in_one_way(name: str):
     completions: dict[str, list[str]] = {}
     for case, messages in screen_rows().items():
         tools = TOOLS if "call" in case else None
-        row = FORMATS["messages"].readers[Conversation](
-            Fields(Record({"messages": messages, "tools": tools}, WHERE), Reading())
-        )
+        record = Record({"messages": messages, "tools": tools}, WHERE)
+        row, _ = FORMATS["messages"].read(record, Reading(), Conversation)
         assert isinstance(row, Conversation)
         if NO_FIELD.match(name) and any("reasoning_content" in one for one in messages):
             with pytest.raises(
@@ -367,7 +335,15 @@ def test_every_template_of_trl_writes_calls_and_thoughts_in_one_way(name: str):
         assert lost == sum(n for note, n in sequence.notes.items() if "thoughts" in note)
         if "thought" in case:
             last = "T2" if "T2" in str(messages) else "T1"
-            assert last in completions[case][-1]
+            assert completions[case][-1].count(last) == 1
+            # It is opened and closed once.
+            assert completions[case][-1].count("</think>") <= 1
+            assert written.count("<think>") <= written.count("</think>")
+        if case == "a thought that the prompt opens" and not OTHER_OPENING.match(name):
+            prompt = tokenizer.apply_chat_template(
+                messages[:1], add_generation_prompt=True, tokenize=False
+            )
+            assert written.startswith(prompt)
     # One syntax, whatever follows.
     first, second = (completions[case][0] for case in ("calls", "calls, then an answer"))
     assert first.endswith(second) or second.endswith(first)
@@ -404,7 +380,6 @@ def test_a_model_that_has_learned_a_row_by_heart_completes_its_prompt(name: str)
             assert prompt.tolist() == inputs["input_ids"]
 
 
-@pytest.mark.skipif("gptoss" not in OF_TRL, reason="TRL is not installed")
 def test_tools_of_all_rows_have_one_syntax():
     """A bare function is written as any other; what the template cannot write is refused."""
     tokenizer, renderer = of_trl("gptoss")
@@ -412,7 +387,7 @@ def test_tools_of_all_rows_have_one_syntax():
 
     def text(tool: dict[str, Any]) -> str:
         value = {"messages": screen_rows()["calls"], "tools": [tool]}
-        row = FORMATS["messages"].readers[Conversation](Fields(Record(value, WHERE), Reading()))
+        row = FORMATS["messages"].read(Record(value, WHERE), Reading(), Conversation)[0]
         assert isinstance(row, Conversation)
         return str(tokenizer.decode(renderer.conversations([row])[0].tokens))
 
@@ -421,67 +396,3 @@ def test_tools_of_all_rows_have_one_syntax():
     assert text(function) == own
     with pytest.raises(DataError, match=r"line 7.*no attribute 'description'.*on_bad_row=skip"):
         text({"name": "warm"})
-
-
-# Rows that went wrong
-
-
-def of_case(
-    real_data: Path, tmp_path: Path, file: str, template: str, **data: Any
-) -> list[tuple[str, list[str]]]:
-    """(text, what is learned of it) of each row, as a run prepares them."""
-    tokenizer, _ = of_trl(template)
-    options = {"path": str(real_data / "cases" / file), "seq_len": 2048, "packing": "none", **data}
-    store = prepare(of_rows(tmp_path, [], **options), tokenizer)
-    rows = sequences(store)
-    return [(tokenizer.decode(row.tokens), learned(tokenizer, row)) for row in rows]
-
-
-@pytest.mark.parametrize(
-    ("case", "template", "call"),
-    [
-        (
-            "a04-calls-in-two-syntaxes",
-            "qwen3_5_think",
-            "<function=weather>\n<parameter=city>\nOslo",
-        ),
-        ("a04-calls-in-two-syntaxes", "qwen3_6", "<function=weather>\n<parameter=city>\nOslo"),
-        ("a04-calls-in-two-syntaxes", "gptoss", " to=functions.weather<|channel|>commentary json"),
-        ("a06-nemotron-calls", "nemotron_3_nano", "<function=weather>\n<parameter=city>\nOslo"),
-    ],
-)
-def test_calls_of_all_rows_have_one_syntax(
-    real_data: Path, tmp_path: Path, case: str, template: str, call: str
-):
-    rows = of_case(real_data, tmp_path, f"{case}/tools_mixed.jsonl", template)
-    assert [len(spans) for _, spans in rows] == [2, 3]
-    assert all(call in spans[0] and '{"name"' not in spans[0] for _, spans in rows)
-
-
-@pytest.mark.parametrize(
-    ("file", "template", "answer"),
-    [
-        ("think1.jsonl", "deepseek_r1_distill", "Easy sum.\n</think>\n\n4<|end_of_sentence|>"),
-        ("think.jsonl", "deepseek_r1_distill", "Easy sum.\n</think>\n\n4<|end_of_sentence|>"),
-        ("think.jsonl", "qwen3_5_think", "Easy sum.\n</think>\n\n4<|im_end|>"),
-        ("think.jsonl", "qwen3_6", "Easy sum.\n</think>\n\n4<|im_end|>"),
-    ],
-)
-def test_the_last_answer_is_learned_with_its_thought(
-    real_data: Path, tmp_path: Path, file: str, template: str, answer: str
-):
-    file = f"a08-r1-thinking/{file}"
-    ((_, spans),) = of_case(real_data, tmp_path, file, template, loss_on="last")
-    found = [span.replace("\uff5c", "|").replace("\u2581", "_") for span in spans]
-    assert found == [answer]
-
-
-def test_columns_and_files_bring_nothing_else(real_data: Path, tmp_path: Path):
-    case = "a09-parquet-tool-nulls/tools_union"
-    lines, columns = (
-        of_case(real_data, tmp_path, f"{case}.{suffix}", "qwen3") for suffix in ("jsonl", "parquet")
-    )
-    assert lines == columns
-    assert (
-        len(of_case(real_data, tmp_path, "a11-train-and-test-in-one-directory/snap", "qwen3")) == 4
-    )

@@ -22,14 +22,14 @@ from llmx.models.pooling import give_pooled_forward
 from llmx.tasks import prepare, task_of, tokenizer_of
 from llmx.tasks.class_metrics import Accumulator, Classes, Labels, Numbers, roc_auc
 from llmx.tasks.classify import Classify, class_weights, multi_label_losses, single_label_losses
-from tests.given_rows import (
+from tests.data_rows import (
     Row,
     assert_rejected,
     batch_of,
     experiment_on,
     prepared,
     sequences_of,
-    written,
+    write_rows,
 )
 from tests.rundirs import TINY_LLAMA
 from tests.small_tokenizers import byte_tokenizer
@@ -138,7 +138,9 @@ def test_labels_are_found_named_and_in_a_stable_order(tmp_path: Path) -> None:
 
 def test_a_label_of_the_evaluation_that_no_class_has(tmp_path: Path) -> None:
     held_out = [{"text": "t", "label": "good"}, {"text": "u", "label": "odd"}]
-    exp = experiment_of(tmp_path, ROWS, eval_path=written(tmp_path / "eval.jsonl", held_out))
+    exp = experiment_of(
+        tmp_path, ROWS, eval_path=str(write_rows(tmp_path / "eval.jsonl", held_out))
+    )
     with pytest.raises(
         DataError, match=r"1 row with labels that were not trained: 'odd' .trained: 'bad', 'good'"
     ):
@@ -239,7 +241,7 @@ def test_weights_of_classes_do_not_prepare_anew(tmp_path: Path) -> None:
 
 def test_an_exported_classifier_is_measured_by_itself(tmp_path: Path) -> None:
     """``python -m llmx eval``: labels are those of the model, not those of the rows."""
-    held_out = written(tmp_path / "eval.jsonl", ROWS[:8])
+    held_out = str(write_rows(tmp_path / "eval.jsonl", ROWS[:8]))
     exp = experiment_of(tmp_path, ROWS, eval_path=held_out)
     task, _, _ = seen(exp)
     network = network_of(task)

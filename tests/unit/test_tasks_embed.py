@@ -22,7 +22,7 @@ from llmx.models.model import Models
 from llmx.tasks import embed
 from llmx.tasks.embed import Embed, Options, Pairs, contrast, number_of, retrieval
 from llmx.tasks.joint import HeldOut
-from tests.given_rows import assert_rejected, batch_of, experiment_on, prepared
+from tests.data_rows import assert_rejected, batch_of, experiment_on, prepared
 from tests.unit.test_models_pooling import backbone, model_of
 
 PAIRS = [{"question": f"What is {n}?", "answer": f"It is {n * n}."} for n in range(12)]
@@ -230,8 +230,8 @@ def test_negatives_of_their_own_and_prompts(tmp_path: Path) -> None:
     [
         ({"question": "", "answer": "x"}, '"question" is empty'),
         ({"question": "x", "answer": " "}, '"answer" is empty'),
-        ({"question": "x"}, '"answer" is no column of the row, which has question'),
-        ({"answer": "x"}, '"question" is no column of the row'),
+        ({"question": "x"}, 'no column "answer"; the row has question'),
+        ({"answer": "x"}, 'no column "question"'),
         ({"question": "x", "answer": None}, '"answer" is null'),
         ({"question": "x", "answer": "x "}, "both texts are the same"),
         ({"question": "x", "answer": "y", "negatives": ["y"]}, "a negative is the positive itself"),

@@ -30,7 +30,7 @@ from llmx.tasks.policy_loss import (
     policy_loss,
 )
 from llmx.train.rollout import prompts_of
-from tests.given_rows import experiment_on, prepared
+from tests.data_rows import experiment_on, prepared
 from tests.reference import word_tokenizer
 from tests.rollouts import (
     PROMPTS,

@@ -28,7 +28,7 @@ from llmx.tasks import SampleKey, task_of
 from llmx.tasks.mlm import Options, Vocabulary, masked
 from llmx.train.batches import Layout, make_step
 from llmx.train.step import transform_of
-from tests.given_rows import prepared, sequences_of
+from tests.data_rows import prepared, sequences_of
 from tests.rundirs import experiment, parity_experiment
 from tests.small_stores import write_store
 

@@ -15,7 +15,7 @@ from llmx.errors import DataError
 from llmx.models.model import Models
 from llmx.models.pooling import give_pooled_forward
 from tests.chat_templates import PUBLISHED
-from tests.given_rows import assert_rejected, batch_of, experiment_on, prepared, sequences_of
+from tests.data_rows import assert_rejected, batch_of, experiment_on, prepared, sequences_of
 from tests.rundirs import TINY_LLAMA
 from tests.unit.test_models_classification import model_of
 

@@ -12,8 +12,7 @@ import pytest
 from llmx.config import Experiment
 from llmx.data import SampleStore
 from llmx.errors import DataError
-from tests.data_rows import TEMPLATE
-from tests.given_rows import Row, experiment_on, prepared
+from tests.data_rows import TEMPLATE, Row, experiment_on, prepared
 from tests.small_tokenizers import byte_tokenizer
 
 TOKENIZER = byte_tokenizer("<|end|>", chat_template=TEMPLATE)

@@ -1,9 +1,9 @@
-"""Judges the columns of a record that its reader did not read.
+"""The columns of one record: read by our names, and judged where its reader left them unread.
 
-Some of them change what a record means: ``label: false`` marks a bad answer, ``images`` belong to
-the text, a turn with ``weight: 0`` must not be trained on. A record with such a column is rejected,
-with the reason and the fix. Every other unread column is listed in the summary ("ignored columns:
-id, source").
+Some unread columns change what a record means: ``label: false`` marks a bad answer, ``images``
+belong to the text, a turn with ``weight: 0`` must not be trained on. A record with such a column is
+rejected, with the reason and the fix. Every other unread column is listed in the summary ("ignored
+columns: id, source").
 
 Tried by ``python -m pytest tests/unit/test_data_columns.py``.
 """
@@ -11,25 +11,136 @@ Tried by ``python -m pytest tests/unit/test_data_columns.py``.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from llmx.data.format.fields import Fields
-from llmx.data.format.formats import RENAME_CALLS, VERDICTS, Format
-from llmx.data.format.rows import TextPair, UnpairedPreference
-from llmx.data.format.turns import READ_OF_A_TURN, TURN_WEIGHTS
-from llmx.data.source.records import RecordError, excerpt
+from llmx.data.format.rows import Message
+from llmx.data.format.turns import READ_OF_A_TURN, TURN_WEIGHTS, rows_of, turns
+from llmx.data.source.records import Record, Rejected, excerpt, names
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The options of ``data`` that readers of records use."""
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Our name of a column -> the one in the data."""
+    text_key: str = "text"
+    system: str | None = None
+    """A system message for records that have none."""
+    label_names: Mapping[str, str] = field(default_factory=dict)
+    turn_weights: bool = False
+    """Whether the "weight" of an assistant's turn of a chat is read."""
+
+
+class Fields:
+    """One record, as a reader sees it. It notes what was read."""
+
+    def __init__(self, record: Record, reading: Reading) -> None:
+        self.record = record
+        self.where = record.where
+        self.reading = reading
+        self.read: set[str] = set()
+        """Columns that were asked for, as they are called in the data."""
+        self.turns_read: list[tuple[str, list[Any], bool]] = []
+        """(column, its turns, whether their weights count) of columns that were read as turns."""
+
+    def column(self, name: str) -> str:
+        """Our column, as it is called in the data; TRL calls the response ``completion``."""
+        if name == "text":
+            return self.reading.text_key
+        if name == "response" and name not in self.reading.columns:
+            value = self.record.value
+            return "completion" if name not in value and "completion" in value else name
+        return self.reading.columns.get(name, name)
+
+    def has(self, *our_names: str) -> bool:
+        """Whether the record has all of these columns; none of them counts as read."""
+        return all(self.column(name) in self.record.value for name in our_names)
+
+    def first(self, name: str, candidates: tuple[str, ...]) -> str | None:
+        """The column that is mapped to our name, else the first of the candidates, as far as the
+        record has it."""
+        mapped = self.reading.columns.get(name)
+        keys = (mapped,) if mapped else candidates
+        return next((key for key in keys if key in self.record.value), None)
+
+    def get(self, name: str) -> Any:
+        """The value of our column; None where there is none."""
+        return self.at(self.column(name))
+
+    def at(self, key: str) -> Any:
+        """The value of a column by its name in the data; None where there is none."""
+        self.read.add(key)
+        value = self.record.value.get(key)
+        return _without_nulls(value) if self.record.padded else value
+
+    def text(self, name: str, *, optional: bool = False) -> str:
+        """The text of our column; Rejected where there is none. ``optional``: it may be missing or
+        null, which is the empty text."""
+        key = self.column(name)
+        value = self.at(key)
+        if value is None and optional:
+            return ""
+        if key not in self.record.value:
+            raise Rejected(
+                "a missing column",
+                f'no column "{excerpt(key)}"; the row has {names(self.record.value) or "none"}. '
+                "Map your names with data.columns, or set data.text_key.",
+            )
+        return checked_text(key, value)
+
+    def turns(
+        self,
+        name: str,
+        value: Any = None,
+        *,
+        before: list[Message] | None = None,
+        weighted: bool = False,
+    ) -> list[Message]:
+        """The turns that our column (or ``value``, taken from it) holds, after those of
+        ``before``."""
+        key = self.column(name)
+        rows = rows_of(self.at(key) if value is None else value, key)
+        self.turns_read.append((key, rows, weighted))
+        return turns(rows, key, before=before, weighted=weighted)
+
+
+def checked_text(key: str, value: Any) -> str:
+    """The value of a column, which must be text."""
+    if not isinstance(value, str):
+        problem = f'"{excerpt(key)}" is {excerpt(value)}, not text.'
+        raise Rejected("a value of a wrong type", problem)
+    return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without the null values of its objects: Arrow gives every object of a column the
+    keys of all of them."""
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return value
+
+
+# Columns that were not read
 
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 MEDIA_WORDS = ("image", "img", "picture", "pixel", "audio", "video", "media")
 PLACEHOLDERS = ("<image>", "<img>", "<|image|>", "<image_placeholder>", "<audio>", "<|audio|>",
                 "<video>", "<|video|>")  # fmt: skip
 WEIGHTS = ("weight", "weights", "loss_weight", "sample_weight", "loss", "mask", "loss_mask")
-JUDGEMENTS = ("correct", "is_correct", "accepted")
-"""Further columns that may say whether an answer is good, or hold something else."""
+VERDICTS = ("label", "kto_tag", "desirable", "is_desirable")
+"""Columns that say whether an answer is good: the first that a record has is read."""
+JUDGEMENTS = (*VERDICTS, "correct", "is_correct", "accepted")
+"""Columns that say whether an answer is good, the last ones or something else."""
 MATCHES = ("label", "score", "similarity", "is_duplicate", "relevance")
 """Columns that say whether two texts belong together."""
+GOOD = (True, 1, "true", "1", "1.0")
+BAD = (False, 0, "false", "0", "0.0", "no", "n")
+RENAME_CALLS = 'Rename it to "tool_calls", and put it into the turn that calls'
 
 
 @dataclass(frozen=True)
@@ -43,10 +154,10 @@ class Fault:
     """Whether the message offers ``data.ignore_columns``."""
 
 
-_SKIP = "Filter such rows out (data.on_bad_row=skip does it, and counts them)"
-_TEXT_ONLY = Fault("images, audio or video", "the row is about it, and only text is trained", _SKIP)
-_PLACEHOLDER = Fault(
-    _TEXT_ONLY.reason, "the text has a placeholder for it, and only text is trained", _SKIP
+_TEXT_ONLY = Fault(
+    "images, audio or video",
+    "the row is about it, and only text is trained",
+    "Filter such rows out (data.on_bad_row=skip does it, and counts them)",
 )
 _NOT_GOOD = Fault(
     "an answer that is marked as bad",
@@ -80,84 +191,79 @@ _NO_MATCH = Fault(
 
 
 def unread_columns(
-    fields: Fields, dataset_format: Format, row_type: type | None, ignore: Collection[str]
+    fields: Fields,
+    *,
+    ignore: Collection[str],
+    changing: Mapping[str, str],
+    learned: bool,
+    is_pair: bool,
 ) -> Iterator[str]:
     """The names of the columns with a value that were not read, also of turns (``messages.id``).
 
     ``ignore``: columns that may be ignored whatever they hold (``data.ignore_columns``).
+    ``changing``: of the format. ``learned``: each answer is learned as a good one. ``is_pair``: the
+    record is learned as a pair of texts.
 
-    Raises RecordError for a column that changes what the record means.
+    Raises Rejected for a column that changes what the record means.
     """
+
+    def fault_of(name: str, value: Any) -> Fault | None:
+        if name in MEDIA or (
+            any(word in name for word in MEDIA_WORDS) and _has_placeholder(fields)
+        ):
+            return _TEXT_ONLY
+        if name in WEIGHTS and value not in GOOD:
+            return _WEIGHT
+        if name in MATCHES and is_pair and value not in GOOD:
+            return _NO_MATCH
+        if name in JUDGEMENTS and learned and value in BAD:
+            return _NOT_GOOD
+        if name in VERDICTS and learned and value not in GOOD:
+            return _NO_VERDICT
+        if name in changing and value is not True:
+            means = "it changes what the row means, and this dataset format does not read it"
+            return Fault("a column that nothing uses", means, changing[name])
+        return None
+
     for name, value in fields.record.value.items():
         if name in fields.read or _is_empty(value):
             continue
-        if name not in ignore and (fault := _fault(fields, name, value, dataset_format, row_type)):
-            raise _error(fields, "", name, value, fault)
+        if name not in ignore and (fault := fault_of(_plain(name), _plain(value))):
+            raise _rejected("", name, value, fault)
         yield name
-    for column, turns, weighted in fields.turns_read:
+    for column, rows, weighted in fields.turns_read:
         known = READ_OF_A_TURN | {*TURN_WEIGHTS} if weighted else READ_OF_A_TURN
-        for number, turn in enumerate(turns, start=1):
+        for number, turn in enumerate(rows, start=1):
             for name in turn.keys() - known:
                 value = turn[name]
                 if _is_empty(value):
                     continue
                 if name not in ignore and (fault := _fault_of_turn(name, value, turn)):
                     place = f'turn {number} of "{excerpt(column)}": '
-                    raise _error(fields, place, name, value, fault)
+                    raise _rejected(place, name, value, fault)
                 yield f"{column}.{name}"
 
 
-def _fault(
-    fields: Fields, name: str, value: Any, dataset_format: Format, row_type: type | None
-) -> Fault | None:
-    lower = name.strip().lower()
-    if lower in MEDIA:
-        return _TEXT_ONLY
-    if lower in WEIGHTS and not _is_one(value):
-        return _WEIGHT
-    if lower in MATCHES and row_type is TextPair and not _is_one(value):
-        return _NO_MATCH
-    learned_as_good = dataset_format.learned and row_type is not UnpairedPreference
-    if learned_as_good and lower in (*VERDICTS, *JUDGEMENTS) and _is_negative(value):
-        return _NOT_GOOD
-    if learned_as_good and lower in VERDICTS and not _is_one(value):
-        return _NO_VERDICT
-    if lower in dataset_format.changing and value is not True:
-        means = "it changes what the row means, and this dataset format does not read it"
-        return Fault("a column that nothing uses", means, dataset_format.changing[lower])
-    if any(word in lower for word in MEDIA_WORDS) and _has_placeholder(fields):
-        return _PLACEHOLDER
-    return None
-
-
 def _fault_of_turn(name: str, value: Any, turn: dict[str, Any]) -> Fault | None:
-    lower = str(name).strip().lower()
-    if lower in MEDIA:
+    name = _plain(str(name))
+    if name in MEDIA:
         return _TEXT_ONLY
     # A turn that is no target may well be out of the loss.
     if str(turn.get("role", turn.get("from"))).lower() in ("human", "user", "system", "tool"):
         return None
-    if lower in (*WEIGHTS, "train") and not _is_one(value):
+    if name in (*WEIGHTS, "train") and _plain(value) not in GOOD:
         return _TURN_WEIGHT
-    if lower in ("function_calls", "tool_call"):
+    if name in ("function_calls", "tool_call"):
         return Fault("calls of tools that nothing uses", "it is not read", RENAME_CALLS)
     return None
 
 
 def _is_empty(value: Any) -> bool:
-    if isinstance(value, str):
-        return not value.strip()
-    return value is None or (isinstance(value, list | dict | tuple) and not len(value))
+    return value is None or (isinstance(value, str | list | dict | tuple) and not _plain(value))
 
 
-def _is_one(value: Any) -> bool:
-    text = value.strip().lower() if isinstance(value, str) else value
-    return text in (True, 1, "true", "1", "1.0")
-
-
-def _is_negative(value: Any) -> bool:
-    text = value.strip().lower() if isinstance(value, str) else value
-    return text in (False, 0, "false", "0", "0.0", "no", "n")
+def _plain(value: Any) -> Any:
+    return value.strip().lower() if isinstance(value, str) else value
 
 
 def _has_placeholder(fields: Fields) -> bool:
@@ -167,9 +273,9 @@ def _has_placeholder(fields: Fields) -> bool:
     return any(word in text for word in PLACEHOLDERS)
 
 
-def _error(fields: Fields, place: str, name: str, value: Any, fault: Fault) -> RecordError:
+def _rejected(place: str, name: str, value: Any, fault: Fault) -> Rejected:
     fix = fault.fix.format(name=excerpt(name))
     if fault.ignorable:
         fix += f"; or data.ignore_columns=[{excerpt(name)}] trains on the text alone"
     problem = f'{place}"{excerpt(name)}" is {excerpt(value, limit=40)}: {fault.means}. {fix}.'
-    return fields.wrong(fault.reason, problem)
+    return Rejected(fault.reason, problem)

@@ -13,12 +13,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmx.config import plugins
-from llmx.data.format.fields import Fields
+from llmx.data.format.columns import (
+    RENAME_CALLS,
+    VERDICTS,
+    Fields,
+    Reading,
+    checked_text,
+    unread_columns,
+)
 from llmx.data.format.rows import (
     Conversation,
     Labelled,
@@ -29,11 +36,19 @@ from llmx.data.format.rows import (
     UnpairedPreference,
 )
 from llmx.data.format.turns import labelled_history, pairs
-from llmx.data.source.records import Document, Record, Row, excerpt, names
+from llmx.data.source.records import (
+    Document,
+    Record,
+    RecordError,
+    Rejected,
+    Row,
+    excerpt,
+    names,
+)
 from llmx.errors import DataError
 
 Reader = Callable[[Fields], Row | None]
-"""Raises RecordError for a record that is wrong; None for one that has nothing to learn."""
+"""Raises Rejected for a record that is wrong; None for one that has nothing to learn."""
 Turns = Callable[[Fields], list[Message]]
 
 
@@ -44,17 +59,64 @@ class Format:
     name: str
     """The value of ``data.form``."""
     readers: Mapping[type, Reader]
-    """Type of row -> its reader, the most specific type first."""
+    """Type of row -> its reader, the most specific type first. Of a format with a reader of
+    ``UnpairedPreference`` each answer of another type of row is learned as a good one."""
     keys: tuple[str, ...] = ()
     """The columns by which it is recognised where no other format has all of its own."""
     recognises: Callable[[Fields, tuple[type, ...]], bool] | None = None
     """Whether a record surely is of it, whatever other formats fit, for a task with these
     ``takes``."""
-    learned: bool = False
-    """Whether each of its answers is learned as a good one."""
     changing: Mapping[str, str] = field(default_factory=dict)
     """Columns that change what a row means where they are not read -> the fix; ``{name}`` in it is
     the column."""
+
+    def read(
+        self,
+        record: Record,
+        reading: Reading,
+        row_type: type | None,
+        *,
+        ignore: Collection[str] | None = None,
+    ) -> tuple[Row | None, list[str]]:
+        """The row of a record, and the columns with a value that nothing read.
+
+        ``row_type``: None is the first that the format can be. ``ignore``: columns that may be
+        ignored whatever they hold; None: the record is not trained on, and no column is judged.
+        """
+        fields, unread = Fields(record, reading), list[str]()
+        row: Row | None = record
+        try:
+            if row_type is not Record and self.readers:
+                row = self.readers[row_type or next(iter(self.readers))](fields)
+                if ignore is not None:
+                    learned = UnpairedPreference in self.readers
+                    unread += unread_columns(
+                        fields,
+                        ignore=ignore,
+                        changing=self.changing,
+                        learned=learned and row_type is not UnpairedPreference,
+                        is_pair=row_type is TextPair,
+                    )
+            for text in () if row is None else row.texts:
+                if not text.isascii():
+                    _check_characters(text)
+        except Rejected as problem:
+            raise RecordError.of(problem, record.where, record.value) from problem
+        return row, unread
+
+
+def _check_characters(text: str) -> None:
+    """Raise Rejected for half of a surrogate pair: JSON can write it, nothing encodes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        at = error.start
+        raise Rejected(
+            "half of a surrogate pair",
+            f"character {at + 1} of a text is half of a surrogate pair (\\u{ord(text[at]):04x}), "
+            "which is no text. Repair the row, or leave it out with data.on_bad_row=skip:",
+            text[max(0, at - 20) : at + 20],
+        ) from error
 
 
 FORMATS: dict[str, Format] = {}
@@ -114,12 +176,12 @@ def conversation_of(
     """Messages with the record's system message (or the default one) and tools, up to the last
     answer; None where there is none. Turns after it are counted. ``prompted``: an empty answer
     follows the last turn where it is none."""
-    row_system = fields.text_if_any("system")
+    row_system = fields.text("system", optional=True)
     row_system = row_system if row_system.strip() else ""
     tools = _tools(fields)
     if messages and messages[0].role == "system":
         if row_system and row_system.strip() != messages[0].content.strip():
-            raise fields.wrong(
+            raise Rejected(
                 "two system messages",
                 f'"{excerpt(fields.column("system"))}" and the first turn are two different system '
                 "messages; keep one:",
@@ -135,8 +197,6 @@ def conversation_of(
     answers = [message.content for message in messages if message.role == "assistant"]
     if not any(prompted or answer.strip() for answer in answers):
         return None
-    for message in messages:
-        fields.check_characters(message.thought + message.content)
     return Conversation(tuple(messages), fields.where, tools, unanswered=num_turns - len(messages))
 
 
@@ -149,39 +209,33 @@ def _tools(fields: Fields) -> str:
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
-            problem = f"tools are not JSON ({error})."
-            raise fields.wrong("wrong tools", problem, text) from error
+            raise Rejected("wrong tools", f"tools are not JSON ({error}).", text) from error
     if not value:
         return ""
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         problem = "tools must be a list of objects, each the definition of a tool:"
-        raise fields.wrong("wrong tools", problem, value)
-    text = text or json.dumps(value, ensure_ascii=False)
-    fields.check_characters(text)
-    return text
+        raise Rejected("wrong tools", problem, value)
+    return text or json.dumps(value, ensure_ascii=False)
 
 
 def _history(fields: Fields) -> list[Message]:
-    return pairs(fields.get("history"), fields.column("history"), fields.where)
+    return pairs(fields.get("history"), fields.column("history"))
 
 
 def _prompt_and_answer(fields: Fields, reference: Any = None) -> list[Message]:
     """The turns of ``prompt_response``, whose prompt may be text or turns (TRL's conversational
     layout). ``reference``: the answer where the record's own is not meant."""
-    prompt, key = fields.get("prompt"), fields.column("response")
+    prompt, before = fields.get("prompt"), _history(fields)
     answer = fields.get("response") if reference is None else reference
-    are_turns = isinstance(prompt, list) and any(isinstance(turn, dict) for turn in prompt)
-    if are_turns:
-        before = fields.turns(fields.column("prompt"), prompt, before=_history(fields))
+    if isinstance(prompt, list) and any(isinstance(turn, dict) for turn in prompt):
+        before = fields.turns("prompt", before=before)
         if isinstance(answer, list):
-            return fields.turns(key, answer, before=before)
+            return fields.turns("response", answer, before=before)
     else:
-        before = [*_history(fields), Message("user", fields.text("prompt"))]
+        before.append(Message("user", fields.text("prompt")))
     if reference is None:
         answer = fields.text("response")
-    elif not isinstance(reference, str):
-        raise fields.wrong_type(key, reference)
-    return [*before, Message("assistant", answer)]
+    return [*before, Message("assistant", checked_text(fields.column("response"), answer))]
 
 
 REFERENCES = ("response", "completion", "answer", "solution", "ground_truth", "reward_model")
@@ -217,27 +271,7 @@ def _instruction_and_output(fields: Fields) -> list[Message]:
 
 def _chat(name: str) -> Turns:
     """The turns that stand in one column."""
-
-    def read(fields: Fields) -> list[Message]:
-        weighted = fields.reading.turn_weights
-        return fields.turns(fields.column(name), fields.get(name), weighted=weighted)
-
-    return read
-
-
-def _conversations(read: Turns, *, prompts: Turns | None = None) -> dict[type, Reader]:
-    """Readers of a format that gives turns: of conversations with a verdict, of prompts
-    (``prompts``: their turns, where they differ), and of conversations."""
-    read_prompts = prompts or read
-    return {
-        UnpairedPreference: lambda fields: _unpaired(fields, read(fields)),
-        Prompted: lambda fields: conversation_of(fields, read_prompts(fields), prompted=True),
-        Conversation: lambda fields: conversation_of(fields, read(fields)),
-    }
-
-
-VERDICTS = ("label", "kto_tag", "desirable", "is_desirable")
-"""Columns that say whether an answer is good: the first that a record has."""
+    return lambda fields: fields.turns(name, weighted=fields.reading.turn_weights)
 
 
 def _unpaired(fields: Fields, messages: list[Message]) -> UnpairedPreference | None:
@@ -247,7 +281,7 @@ def _unpaired(fields: Fields, messages: list[Message]) -> UnpairedPreference | N
     key = fields.first("desirable", VERDICTS)
     if key is None:
         looked_for = fields.reading.columns.get("desirable") or ", ".join(VERDICTS)
-        raise fields.wrong(
+        raise Rejected(
             "no verdict",
             f"no column says whether the answer is good ({looked_for}: true or false); "
             f"the row has {names(fields.record.value) or 'none'}. Map yours with "
@@ -258,7 +292,7 @@ def _unpaired(fields: Fields, messages: list[Message]) -> UnpairedPreference | N
         value = {"true": True, "false": False}.get(value.strip().lower(), value)
     if value not in (True, False):
         problem = f'"{excerpt(key)}" is {excerpt(value)}, not true or false.'
-        raise fields.wrong("no verdict", problem)
+        raise Rejected("no verdict", problem)
     return None if conversation is None else UnpairedPreference(conversation, bool(value))
 
 
@@ -267,22 +301,10 @@ def _unpaired(fields: Fields, messages: list[Message]) -> UnpairedPreference | N
 
 def to_document(fields: Fields) -> Document:
     """The text under ``text_key``; where there is none, ``title`` and ``content``."""
-    if fields.reading.text_key == "text" and not fields.has("text") and fields.has("content"):
-        title, text = fields.text_if_any("title"), fields.text("content")
-        if title.strip():
-            text = f"{title}\n\n{text}"
-    else:
-        text = fields.text("text")
-    fields.check_characters(text)
-    return Document(text, fields.where)
-
-
-def to_record(fields: Fields) -> Record:
-    """The record as it is, for tasks that read its columns themselves."""
-    for value in fields.record.value.values():
-        if isinstance(value, str):
-            fields.check_characters(value)
-    return fields.record
+    if fields.reading.text_key != "text" or fields.has("text") or not fields.has("content"):
+        return Document(fields.text("text"), fields.where)
+    title, text = fields.text("title", optional=True), fields.text("content")
+    return Document(f"{title}\n\n{text}" if title.strip() else text, fields.where)
 
 
 def to_labelled(fields: Fields, *, any_label: bool = True) -> Labelled:
@@ -293,23 +315,20 @@ def to_labelled(fields: Fields, *, any_label: bool = True) -> Labelled:
     label, label_names = fields.get("label"), fields.reading.label_names
     plain = isinstance(label, str | int) and not isinstance(label, bool)
     if not plain and (label is None or not any_label):
-        raise fields.wrong(
+        raise Rejected(
             "a missing label",
             f'"{excerpt(fields.column("label"))}" is {excerpt(label)}; a label is text or a whole '
             "number. Map it with data.data_map.label=COLUMN.",
         )
     if label_names and plain and str(label) not in label_names:
-        raise fields.wrong(
+        raise Rejected(
             "a label without a name",
             f"the label {excerpt(label)} has no name; data.label_names names "
             f"{', '.join(label_names)}.",
         )
-    context, history = labelled_history(
-        fields.get("history"), fields.column("history"), fields.where
-    )
+    context, history = labelled_history(fields.get("history"), fields.column("history"))
     prompt = fields.text("prompt")
     text = f"{context}\n{prompt}" if context else prompt
-    fields.check_characters(text)
     name = label_names.get(str(label), str(label))
     return Labelled(text, label, name, fields.where, tuple(history))
 
@@ -348,20 +367,7 @@ def _two_columns(fields: Fields) -> TextPair:
     columns = _pair_columns(fields) or next(
         (pair for pair in PAIRS if any(map(fields.has, pair))), PAIRS[0]
     )
-    sides = []
-    for name in columns:
-        key = excerpt(fields.column(name))
-        if fields.get(name) is None:
-            listed = names(fields.record.value) or "none"
-            is_column = f"is no column of the row, which has {listed}"
-            problem = "is null" if fields.has(name) else is_column
-            raise fields.wrong(
-                "a pair without one of its texts",
-                f'"{key}" {problem}: a pair needs both texts. Map yours, e.g. '
-                "data.data_map.query=title data.data_map.positive=text.",
-            )
-        sides.append((f'"{key}"', fields.text(name)))
-    return _pair_of(fields, sides)
+    return _pair_of(fields, {f'"{excerpt(fields.column(n))}"': fields.text(n) for n in columns})
 
 
 def _pair_of_turns(read: Turns) -> Reader:
@@ -370,31 +376,30 @@ def _pair_of_turns(read: Turns) -> Reader:
     def to_pair(fields: Fields) -> TextPair:
         *before, answer = read(fields)
         query = "\n".join(message.content for message in before)
-        return _pair_of(fields, [("the prompt", query), ("the answer", answer.content)])
+        return _pair_of(fields, {"the prompt": query, "the answer": answer.content})
 
     return to_pair
 
 
-def _pair_of(fields: Fields, sides: list[tuple[str, str]]) -> TextPair:
-    """Two texts, each with its name for messages, and those that do not belong to them:
-    ``negatives`` (a list), ``negative``, ``negative_1`` ... as far as they are there.
+def _pair_of(fields: Fields, sides: dict[str, str]) -> TextPair:
+    """Two texts by their names for messages, and those that do not belong to them: ``negatives`` (a
+    list), ``negative``, ``negative_1`` ... as far as they are there.
 
-    Raises RecordError where one of the texts is empty, where the two are the same, or where a
-    negative is one of them.
+    Raises Rejected where one of the texts is empty, where the two are the same, or where a negative
+    is one of them.
     """
-    for name, text in sides:
+    for name, text in sides.items():
         if not text.strip():
-            raise fields.wrong("an empty text", f"{name} is empty: a pair needs both of its texts.")
-        fields.check_characters(text)
-    query, positive = (text for _, text in sides)
+            raise Rejected("an empty text", f"{name} is empty: a pair needs both of its texts.")
+    query, positive = sides.values()
     if query.strip() == positive.strip():
-        raise fields.wrong("a pair of equal texts", "both texts are the same:", query)
+        raise Rejected("a pair of equal texts", "both texts are the same:", query)
     negatives = tuple(_negatives(fields))
     for text in negatives:
-        if text.strip() in (query.strip(), positive.strip()):
-            side = "positive" if text.strip() == positive.strip() else "query"
-            problem = f"a negative is the {side} itself:"
-            raise fields.wrong("a negative that is in the pair", problem, text)
+        for side, own_text in (("positive", positive), ("query", query)):
+            if text.strip() == own_text.strip():
+                problem = f"a negative is the {side} itself:"
+                raise Rejected("a negative that is in the pair", problem, text)
     return TextPair(query, positive, negatives, fields.where)
 
 
@@ -408,12 +413,11 @@ def _negatives(fields: Fields) -> Iterator[str]:
         value = fields.at(key)
         for text in value if isinstance(value, list) else [value] if value is not None else []:
             if not isinstance(text, str) or not text.strip():
-                raise fields.wrong(
+                raise Rejected(
                     "a negative that is no text",
                     f'"{excerpt(key)}" holds {excerpt(text)}: a negative is a text, and '
                     "one that is not there is null or left out of the list.",
                 )
-            fields.check_characters(text)
             yield text
 
 
@@ -425,7 +429,7 @@ def to_preference(fields: Fields) -> Preference:
     with ``Human:`` and ``Assistant:``) or as the answers to a ``prompt``, ``conversations`` or
     ``messages``.
 
-    Raises RecordError where an answer is missing or empty, where the two do not have the same turns
+    Raises Rejected where an answer is missing or empty, where the two do not have the same turns
     before the answer, or where they are the same.
     """
     before = _before_the_answers(fields)
@@ -435,32 +439,32 @@ def to_preference(fields: Fields) -> Preference:
         if value is None or (isinstance(value, str | list | dict) and not value):
             there = key in fields.record.value
             problem = f'"{key}" is {excerpt(value)}' if there else f'no "{key}"'
-            raise fields.wrong(f"no {name} answer", f"{problem}: a pair needs both answers.")
+            raise Rejected(f"no {name} answer", f"{problem}: a pair needs both answers.")
         if isinstance(value, dict):
             value = [value]
         if isinstance(value, str) and not before and (spoken := transcript(value)):
-            messages = fields.turns(key, spoken)
+            messages = fields.turns(name, spoken)
         elif isinstance(value, str):
             messages = [*before, Message("assistant", value)]
         else:
             # A list of one turn is the answer alone, not a conversation that ends with it.
             is_answer = isinstance(value, list) and len(value) == 1
-            messages = fields.turns(key, value, before=before if is_answer else [])
+            messages = fields.turns(name, value, before=before if is_answer else [])
         conversation = conversation_of(fields, messages)
         last = messages[-1]
         if conversation is None or conversation.messages[-1] != last or not last.content.strip():
-            raise fields.wrong("no answer", f'"{key}" does not end with an answer.', value)
+            raise Rejected("no answer", f'"{key}" does not end with an answer.', value)
         conversations.append(conversation)
     chosen, rejected = conversations
     if len(chosen.messages) < 2 or chosen.messages[:-1] != rejected.messages[:-1]:
-        raise fields.wrong(
+        raise Rejected(
             "chosen and rejected answer different things",
             f'"{fields.column("chosen")}" and "{fields.column("rejected")}" must have the same '
             "turns before their last answer, and at least one.",
             fields.get("rejected"),
         )
     if chosen == rejected:
-        raise fields.wrong("chosen is rejected", "both answers are the same.", chosen.tools)
+        raise Rejected("chosen is rejected", "both answers are the same.", chosen.tools)
     return Preference(chosen, rejected, fields.get("margin"))
 
 
@@ -471,16 +475,16 @@ _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \t]?")
 def transcript(text: str) -> list[dict[str, str]]:
     """The turns of a text that begins with ``Human:``; empty for another. Several turns of one
     speaker are one."""
-    parts = _SPEAKER.split(text)
-    if len(parts) < 3 or parts[0].strip() or parts[1] != "Human":
+    before, *parts = _SPEAKER.split(text)
+    if before.strip() or parts[:1] != ["Human"]:
         return []
-    roles = {"Human": "user", "Assistant": "assistant"}
     spoken: list[dict[str, str]] = []
-    for speaker, content in zip(parts[1::2], parts[2::2], strict=True):
-        if spoken and spoken[-1]["role"] == roles[speaker]:
+    for speaker, content in zip(parts[::2], parts[1::2], strict=True):
+        role = "user" if speaker == "Human" else "assistant"
+        if spoken and spoken[-1]["role"] == role:
             spoken[-1]["content"] += f"\n\n{content.strip()}"
         else:
-            spoken.append({"role": roles[speaker], "content": content.strip()})
+            spoken.append({"role": role, "content": content.strip()})
     return spoken
 
 
@@ -488,25 +492,23 @@ def _before_the_answers(fields: Fields) -> list[Message]:
     """The turns that both answers of a pair follow; empty where the answers have them."""
     for name in ("conversations", "messages"):
         if fields.has(name):
-            return fields.turns(fields.column(name), fields.get(name))
-    key = fields.column("prompt")
+            return fields.turns(name)
     prompt = fields.get("prompt") if fields.has("prompt") else fields.get("instruction")
     if isinstance(prompt, list):
-        return fields.turns(key, prompt)
+        return fields.turns("prompt", prompt)
     if not isinstance(prompt, str):
         return []
     if spoken := transcript(prompt):
         if spoken[-1] == {"role": "assistant", "content": ""}:  # the cue to answer
             spoken.pop()
-        return fields.turns(key, spoken)
-    extra = fields.text_if_any("input")
+        return fields.turns("prompt", spoken)
+    extra = fields.text("input", optional=True)
     text = f"{prompt}\n{extra}" if extra else prompt
     return [*_history(fields), Message("user", text)]
 
 
 # The formats, and the columns that change what their rows mean
 
-RENAME_CALLS = 'Rename it to "tool_calls", and put it into the turn that calls'
 ANSWERED = {
     **dict.fromkeys(("system_prompt", "system_message"), "data.columns.system={name}"),
     **dict.fromkeys(("functions", "available_tools"), "data.columns.tools={name}"),
@@ -531,6 +533,28 @@ _AS_ALPACA = (
 )
 _BEFORE_PROMPT = "data.data_map.history={name} puts it before the prompt"
 
+
+def _conversational(
+    name: str,
+    keys: tuple[str, ...],
+    read: Turns,
+    changing: Mapping[str, str],
+    *,
+    prompts: Turns | None = None,
+    recognises: Callable[[Fields, tuple[type, ...]], bool] | None = None,
+) -> Format:
+    """A format whose records are turns. ``prompts``: those of a prompt, where they differ."""
+    read_prompts = prompts or read
+    readers: dict[type, Reader] = {
+        UnpairedPreference: lambda fields: _unpaired(fields, read(fields)),
+        Prompted: lambda fields: conversation_of(fields, read_prompts(fields), prompted=True),
+        Conversation: lambda fields: conversation_of(fields, read(fields)),
+    }
+    if len(keys) == 2:  # a prompt and its answer
+        readers = {TextPair: _pair_of_turns(read), **readers}
+    return Format(name, readers, keys, recognises, changing)
+
+
 for built_in in (
     Format(
         "pair",
@@ -553,40 +577,21 @@ for built_in in (
         recognises=lambda fields, takes: fields.has("chosen", "rejected"),
         changing=ANSWERED,
     ),
-    Format(
-        "sharegpt",
-        _conversations(_chat("conversations")),
-        keys=("conversations",),
-        learned=True,
-        changing=CHAT,
-    ),
-    Format(
-        "messages",
-        _conversations(_chat("messages")),
-        keys=("messages",),
-        learned=True,
-        changing=CHAT,
-    ),
-    Format(
+    _conversational("sharegpt", ("conversations",), _chat("conversations"), CHAT),
+    _conversational("messages", ("messages",), _chat("messages"), CHAT),
+    _conversational(
         "alpaca",
-        {
-            TextPair: _pair_of_turns(_instruction_and_output),
-            **_conversations(_instruction_and_output),
-        },
-        keys=("instruction", "output"),
-        learned=True,
-        changing={**LEARNED, "context": "data.columns.input={name}"},
+        ("instruction", "output"),
+        _instruction_and_output,
+        {**LEARNED, "context": "data.columns.input={name}"},
     ),
-    Format(
+    _conversational(
         "prompt_response",  # or TRL's prompt and completion
-        {
-            TextPair: _pair_of_turns(_prompt_and_answer),
-            **_conversations(_prompt_and_answer, prompts=_prompt_and_reference),
-        },
-        keys=("prompt", "response"),
+        ("prompt", "response"),
+        _prompt_and_answer,
+        {**LEARNED, **dict.fromkeys(("context", "input"), _AS_ALPACA)},
+        prompts=_prompt_and_reference,
         recognises=_is_prompt,
-        learned=True,
-        changing={**LEARNED, **dict.fromkeys(("context", "input"), _AS_ALPACA)},
     ),
     Format("text", {Document: to_document}, keys=("text",)),
     Format("record", {}),

@@ -15,11 +15,11 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date as Date
 from functools import cached_property
-from itertools import chain, pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +151,13 @@ def shapes_of(conversation: Conversation, *, own_tools: bool) -> list[Conversati
 
 _MARK = "\ue000{}.{}\ue001"
 _MARKS = re.compile("\ue000(\\d+)\\.(\\d+)\ue001")
-_HIDDEN = re.compile("\ue002(\\d+)\ue003")
+_HIDDEN = 0x100000
+"""The first character of private use that stands for a special token."""
+_HIDDEN_FIRST = re.compile("[\U00100000-\U0010fffd]")
 # Where the prompt has the "<think>", answers come without: the "</think>" is then a line.
 _THOUGHT = re.compile(r"(?:\s*<think>|(?=.*?\n</think>\n))(.*?)</think>\s*", re.DOTALL)
 _ASKING = (Message("user", "a"), Message("assistant", "b"))
-_CALLS = Message("assistant", "", calls='[{"id": "call00001", "name": "f", "arguments": {}}]')
+_CALLS = Message("assistant", "", calls=({"id": "call00001", "name": "f", "arguments": {}},))
 _CALLING = (_ASKING[0], _CALLS, Message("tool", "c", call_id="call00001"), _ASKING[1])
 _PROBES = tuple(
     Conversation(turns * 2, Where(Path("probe"), 1, "row")) for turns in (_ASKING, _CALLING)
@@ -214,8 +216,7 @@ class TemplateSpans:
                 f"{_reason(error)}. data.on_bad_row=skip leaves such rows out and counts them; "
                 "another template is chosen by data.template."
             ) from error
-        if _HIDDEN.search(rendering.text):
-            rendering = self._restored(rendering)
+        rendering = self._restored(rendering)
         weights = tuple(message.weight for message in messages if message.role == "assistant")
         weights = () if set(weights) == {1.0} else weights
         return replace(rendering, weights=weights, notes=notes)
@@ -246,7 +247,7 @@ class TemplateSpans:
         messages = []
         for message in _numbered(conversation.messages):
             if message.calls and self._call_form is None:
-                message = replace(message, calls="")
+                message = replace(message, calls=())
             elif message.calls:
                 message = replace(message, content=message.said)
             if message.role == "assistant":
@@ -255,11 +256,12 @@ class TemplateSpans:
             if message.role == "assistant" and _THOUGHT.match(message.content):
                 for tag in ("<think>", "</think>"):  # they are no data
                     content = content.replace(self._hidden(tag), tag, 1)
-            calls = message.calls and _changed_json(message.calls, self._hidden)
+            calls = tuple(_changed(call, self._hidden) for call in message.calls)
             messages.append(replace(message, content=content, calls=calls, thought=thought))
         tools = conversation.tools
-        if tools and _HIDDEN.search(hidden := _changed_json(tools, self._hidden)):
-            tools = hidden
+        if tools:
+            hidden = json.dumps(_changed(json.loads(tools), self._hidden), ensure_ascii=False)
+            tools = hidden if _HIDDEN_FIRST.search(hidden) else tools
         return replace(conversation, messages=tuple(messages), tools=tools)
 
     def _with_thought(self, message: Message) -> Message:
@@ -345,7 +347,7 @@ class TemplateSpans:
                 value |= dict.fromkeys(("reasoning_content", "thinking"), message.thought)
             if message.calls and form is not None:
                 value |= {"content": message.content or form.no_words, "tool_calls": []}
-                for call in json.loads(message.calls):
+                for call in message.calls:
                     names[call["id"]] = call["name"]
                     function = {"name": call["name"], "arguments": call["arguments"]}
                     if form.as_text:
@@ -376,35 +378,31 @@ class TemplateSpans:
     # Special tokens in data
 
     def _hidden(self, text: str) -> str:
-        """The text with a placeholder for each special token, which no template reads."""
-        if not self.special_pattern.search(text):
-            return text
+        """The text with another first character in each special token, which no template reads."""
         return self.special_pattern.sub(
-            lambda match: f"\ue002{self._special.index(match[0])}\ue003", text
+            lambda match: chr(_HIDDEN + self._special.index(match[0])) + match[0][1:], text
         )
 
     def _restored(self, rendering: Rendering) -> Rendering:
         """The rendering with the special tokens that were hidden, as literal text."""
-        text = ""
         literal: list[Span] = []
-        edges: list[int] = []
-        cuts = [0, *chain.from_iterable(rendering.completions), len(rendering.text)]
-        for start, stop in pairwise(cuts):
-            for k, part in enumerate(_HIDDEN.split(rendering.text[start:stop])):
-                if k % 2:
-                    part = self._special[int(part)]
-                    literal.append((len(text), len(text) + len(part)))
-                text += part
-            edges.append(len(text))
-        completions = tuple(zip(edges[:-1:2], edges[1::2], strict=True))
-        return replace(rendering, text=text, completions=completions, literal=tuple(literal))
+
+        def first_character(match: re.Match[str]) -> str:
+            token = self._special[ord(match[0]) - _HIDDEN : ord(match[0]) - _HIDDEN + 1]
+            if not token or not rendering.text.startswith(token[0][1:], match.end()):
+                return match[0]  # a character of the data
+            literal.append((match.start(), match.start() + len(token[0])))
+            return token[0][0]
+
+        text = _HIDDEN_FIRST.sub(first_character, rendering.text)
+        return replace(rendering, text=text, literal=tuple(literal))
 
     # What the template writes around data
 
     def _skeleton_of(self, conversation: Conversation) -> Skeleton:
         """The skeleton of the shape of a conversation; raises what the template raises."""
         shape = [
-            (m.role, bool(m.content.strip()), m.call_id, m.calls and [c["name"] for c in _calls(m)])
+            (m.role, bool(m.content.strip()), m.call_id, [call["name"] for call in m.calls])
             for m in conversation.messages
         ]
         key = (str(shape), conversation.tools)
@@ -433,7 +431,7 @@ class TemplateSpans:
         parts = _MARKS.split(text)
         pieces, order = parts[::3], [int(number) for number in parts[1::3]]
         for i, message in enumerate(marked):
-            expected = len(_MARKS.findall(message.content + message.calls))
+            expected = len(message.calls) + (1 if message.content else 0)
             if order.count(i) != expected:
                 fault = "leaves out" if order.count(i) < expected else "repeats"
                 part = "words or a call of turn" if message.calls else "turn"
@@ -545,58 +543,42 @@ def _day() -> Date:
     return _days[0] if _days else Date.today()
 
 
-def _numbered(messages: Sequence[Message]) -> list[Message]:
+def _numbered(messages: Sequence[Message]) -> Iterator[Message]:
     """The messages with ids of calls and of their results that every template takes."""
-    numbered: list[Message] = []
     open_calls: dict[str, str] = {}
     number = 0
     for message in messages:
         if message.calls:
-            calls, open_calls = _calls(message), {}
-            for call in calls:
+            calls, open_calls = [], {}
+            for call in message.calls:
                 number += 1
                 call_id = f"call{number:05}"
                 open_calls[call.get("id") or call_id] = call_id
-                call["id"] = call_id
-            message = replace(message, calls=json.dumps(calls, ensure_ascii=False))
+                calls.append({**call, "id": call_id})
+            message = replace(message, calls=tuple(calls))
         elif message.role == "tool":
-            answered = (
-                message.call_id if message.call_id in open_calls else next(iter(open_calls), "")
-            )
+            first_open = next(iter(open_calls), "")
+            answered = message.call_id if message.call_id in open_calls else first_open
             message = replace(message, call_id=open_calls.pop(answered, ""))
-        numbered.append(message)
-    return numbered
-
-
-def _calls(message: Message) -> list[dict[str, Any]]:
-    return json.loads(message.calls or "[]")  # type: ignore[no-any-return]
+        yield message
 
 
 def _marked(message: Message, number: int) -> Message:
     """The message with markers in the place of its data: of what it says, and of each call."""
-    calls = [
+    calls = tuple(
         {**call, "arguments": {"key": _MARK.format(number, 1 + k)}}
-        for k, call in enumerate(_calls(message))
-    ]
-    speaks = message.content.strip() or not calls
-    return Message(
-        message.role,
-        _MARK.format(number, 0) if speaks else "",
-        calls=json.dumps(calls, ensure_ascii=False) if calls else "",
-        call_id=message.call_id,
+        for k, call in enumerate(message.calls)
     )
+    words = _MARK.format(number, 0) if message.content.strip() or not calls else ""
+    return Message(message.role, words, calls=calls, call_id=message.call_id)
 
 
-def _changed_json(text: str, change: Callable[[str], str]) -> str:
-    """JSON text with each text in it changed."""
-
-    def changed(value: Any) -> Any:
-        if isinstance(value, str):
-            return change(value)
-        if isinstance(value, list):
-            return [changed(part) for part in value]
-        if isinstance(value, dict):
-            return {change(key): changed(part) for key, part in value.items()}
-        return value
-
-    return json.dumps(changed(json.loads(text)), ensure_ascii=False)
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """A value of JSON with each text in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_changed(part, change) for part in value]
+    if isinstance(value, dict):
+        return {change(key): _changed(part, change) for key, part in value.items()}
+    return value

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from llmx.data.source.records import Document, Where, utf8_bytes
+from llmx.data.source.records import Row, Where
 
 
 @dataclass(frozen=True)
@@ -18,15 +18,15 @@ class Message:
     """One turn; ``role`` is system, user, assistant or tool.
 
     A turn that calls tools has the calls twice: in ``content`` as text, in the form that Qwen
-    and Hermes use, and in ``calls`` as the JSON text of a list of ``{"name", "arguments"}`` for
-    templates that write them in their own way, with ``said`` as the words beside them.
+    and Hermes use, and in ``calls`` as ``{"name", "arguments"}`` (and ``"id"``) for templates that
+    write them in their own way, with ``said`` as the words beside them.
     ``thought``: the reasoning before the answer, where the data has it beside the content.
     ``call_id``: of the call whose result a tool's turn is, where the data has one.
     """
 
     role: str
     content: str
-    calls: str = ""
+    calls: tuple[dict[str, Any], ...] = ()
     said: str = ""
     thought: str = ""
     call_id: str = ""
@@ -35,7 +35,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class Conversation(Row):
     """Turns that end with an assistant's. ``tools`` is the JSON text of a list of tool
     definitions, empty where there are none.
 
@@ -52,22 +52,14 @@ class Conversation:
     unanswered: int = 0
 
     @property
-    def content(self) -> bytes:
-        return json.dumps([_turns(self.messages), self.tools]).encode()
-
-    @property
-    def num_bytes(self) -> int:
-        return utf8_bytes(message.thought + message.content for message in self.messages)
-
-    @property
-    def sequences(self) -> tuple[Conversation]:
-        return (self,)
-
-    @property
     def texts(self) -> tuple[str, ...]:
-        """The texts that a tokenizer is trained on."""
-        words = (text for message in self.messages for text in (message.thought, message.content))
-        return (*filter(None, words), self.tools)
+        texts = [text for turn in self.messages for text in (turn.thought, turn.content) if text]
+        return (*texts, self.tools) if self.tools else tuple(texts)
+
+    @property
+    def content(self) -> bytes:
+        turns = [[m.role, m.content, *filter(None, [m.thought])] for m in self.messages]
+        return json.dumps([turns, self.tools]).encode()
 
 
 class Prompted(Conversation):
@@ -78,7 +70,7 @@ class Prompted(Conversation):
 
 
 @dataclass(frozen=True)
-class Labelled:
+class Labelled(Row):
     """A text and its label, for tasks that learn the label itself."""
 
     title: ClassVar[str] = "labelled rows"
@@ -92,20 +84,16 @@ class Labelled:
     """Earlier turns, where the data has them."""
 
     @property
+    def texts(self) -> tuple[str, ...]:
+        return (self.text, *(message.content for message in self.history))
+
+    @property
     def content(self) -> bytes:
-        return json.dumps([_turns(self.history), self.text, self.label]).encode()
-
-    @property
-    def num_bytes(self) -> int:
-        return utf8_bytes((self.text, *(message.content for message in self.history)))
-
-    @property
-    def sequences(self) -> tuple[Document]:
-        return (Document(self.text, self.where),)
+        return json.dumps([self.texts, self.label]).encode()
 
 
 @dataclass(frozen=True)
-class Preference:
+class Preference(Row):
     """Two conversations that are the same but for the last answer: the better, the worse."""
 
     title: ClassVar[str] = "preference pairs"
@@ -119,20 +107,16 @@ class Preference:
         return self.chosen.where
 
     @property
+    def texts(self) -> tuple[str, ...]:
+        return self.chosen.texts + self.rejected.texts
+
+    @property
     def content(self) -> bytes:
         return self.chosen.content + self.rejected.content
 
-    @property
-    def num_bytes(self) -> int:
-        return self.chosen.num_bytes + self.rejected.num_bytes
-
-    @property
-    def sequences(self) -> tuple[Conversation, Conversation]:
-        return self.chosen, self.rejected
-
 
 @dataclass(frozen=True)
-class UnpairedPreference:
+class UnpairedPreference(Row):
     """A conversation whose last answer is good or bad."""
 
     title: ClassVar[str] = "answers with a verdict (label: true or false)"
@@ -144,20 +128,16 @@ class UnpairedPreference:
         return self.conversation.where
 
     @property
+    def texts(self) -> tuple[str, ...]:
+        return self.conversation.texts
+
+    @property
     def content(self) -> bytes:
         return self.conversation.content + bytes([self.desirable])
 
-    @property
-    def num_bytes(self) -> int:
-        return self.conversation.num_bytes
-
-    @property
-    def sequences(self) -> tuple[Conversation]:
-        return (self.conversation,)
-
 
 @dataclass(frozen=True)
-class TextPair:
+class TextPair(Row):
     """A text, another that belongs to it, and texts that do not."""
 
     title: ClassVar[str] = "pairs of texts"
@@ -169,19 +149,3 @@ class TextPair:
     @property
     def texts(self) -> tuple[str, ...]:
         return self.query, self.positive, *self.negatives
-
-    @property
-    def content(self) -> bytes:
-        return json.dumps(self.texts).encode()
-
-    @property
-    def num_bytes(self) -> int:
-        return utf8_bytes(self.texts)
-
-    @property
-    def sequences(self) -> tuple[Document, ...]:
-        return tuple(Document(text, self.where) for text in self.texts)
-
-
-def _turns(messages: tuple[Message, ...]) -> list[list[str]]:
-    return [[m.role, m.content, *filter(None, [m.thought])] for m in messages]

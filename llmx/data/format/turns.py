@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmx.data.format.rows import Message
-from llmx.data.source.records import RecordError, Where, excerpt
+from llmx.data.source.records import Rejected, excerpt
 from llmx.text import plural
 
 ROLES = {
@@ -46,77 +46,57 @@ TEXT_PARTS = (None, "text", "input_text", "output_text")
 
 
 def turns(
-    value: Any,
-    key: str,
-    where: Where,
-    *,
-    before: list[Message] | None = None,
-    weighted: bool = False,
+    rows: list[Any], key: str, *, before: list[Message] | None = None, weighted: bool = False
 ) -> list[Message]:
-    """The messages of a list of turns (``by_rows``) under ``key``, after those of ``before``.
+    """The messages of a list of turns (``rows_of``) under ``key``, after those of ``before``.
     ``weighted``: the weight of an assistant's turn (``TURN_WEIGHTS``) is read.
 
-    Raises RecordError for what is no list of turns, and for turns out of order.
+    Raises Rejected for what is no turn, and for turns out of order.
     """
-    if _is_by_columns(value):
-        lengths = ", ".join(f"{excerpt(name)}: {len(cells)}" for name, cells in value.items())
-        problem = (
-            f'"{excerpt(key)}" has its turns by column, and the columns differ in length '
-            f"({lengths}), so the role of a content is unknown."
-        )
-        raise _wrong(where, "columns of unequal length", problem, value)
-    if not isinstance(value, list) or not value:
-        problem = f'"{excerpt(key)}" is {excerpt(value)}; it must be a list with at least one turn.'
-        raise _wrong(where, "no turns", problem, value)
     messages = list(before or [])
-    for number, turn in enumerate(value, start=1):
+    for number, turn in enumerate(rows, start=1):
         try:
             message = _turn(turn)
             if weighted and message.role == "assistant":
                 message = replace(message, weight=_weight(turn))
             if problem := _out_of_order(message, messages):
-                problem += f": {excerpt(message.content)}"
-                raise _WrongTurn("turns out of order", problem, value)
-        except _WrongTurn as error:
+                raise Rejected("turns out of order", f"{problem}: {excerpt(message.content)}")
+        except Rejected as error:
             problem = f'turn {number} of "{excerpt(key)}" {error}'
-            raise _wrong(where, error.reason, problem, error.value) from error
+            raise Rejected(error.reason, problem) from error
         messages.append(message)
     return messages
 
 
-def pairs(value: Any, key: str, where: Where) -> list[Message]:
+def pairs(value: Any, key: str) -> list[Message]:
     """A history of ``[question, answer]`` turns; empty where there is none."""
     messages: list[Message] = []
     if not isinstance(value, list | tuple):
         value = [] if value in (None, "") else [value]
     for turn in value:
         if not (isinstance(turn, list | tuple) and len(turn) == 2 and _are_text(turn)):
-            raise _wrong(
-                where,
+            raise Rejected(
                 "a wrong history",
                 f'"{excerpt(key)}" holds {excerpt(turn)}; every turn must be [question, answer].',
-                value,
             )
         messages += [Message("user", turn[0]), Message("assistant", turn[1])]
     return messages
 
 
-def labelled_history(value: Any, key: str, where: Where) -> tuple[str, list[Message]]:
+def labelled_history(value: Any, key: str) -> tuple[str, list[Message]]:
     """(text before the question, earlier turns) of a history that is either: text, a list of
     ``[question, answer]``, or a list of texts that take turns and end with an answer."""
     if isinstance(value, str):
         return value, []
     if isinstance(value, list) and value and _are_text(value):
         if len(value) % 2:
-            raise _wrong(
-                where,
+            raise Rejected(
                 "a wrong history",
                 f'"{excerpt(key)}" has {plural(len(value), "text")}; questions and answers take '
                 "turns, so their number must be even.",
-                value,
             )
         value = [value[i : i + 2] for i in range(0, len(value), 2)]
-    return "", pairs(value, key, where)
+    return "", pairs(value, key)
 
 
 def _out_of_order(message: Message, before: list[Message]) -> str:
@@ -132,19 +112,27 @@ def _out_of_order(message: Message, before: list[Message]) -> str:
     return ""
 
 
-def by_rows(value: Any) -> Any:
-    """A list of turns that is written by columns, as older datasets are stored, or as JSON text.
-    Anything else, and columns of unequal length, stays as it is."""
+def rows_of(value: Any, key: str) -> list[Any]:
+    """The turns in the column ``key``: a list, also as JSON text or written by columns, as older
+    datasets are stored. Raises Rejected for anything else."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
-    if _is_by_columns(value) and len({len(column) for column in value.values()}) == 1:
-        return [dict(zip(value, cells, strict=True)) for cells in zip(*value.values(), strict=True)]
+    if isinstance(value, dict) and {type(cells) for cells in value.values()} == {list}:
+        if len({len(cells) for cells in value.values()}) > 1:
+            lengths = ", ".join(f"{excerpt(name)}: {len(cells)}" for name, cells in value.items())
+            raise Rejected(
+                "columns of unequal length",
+                f'"{excerpt(key)}" has its turns by column, and the columns differ in length '
+                f"({lengths}), so the role of a content is unknown.",
+            )
+        value = [
+            dict(zip(value, cells, strict=True)) for cells in zip(*value.values(), strict=True)
+        ]
+    if not isinstance(value, list) or not value:
+        problem = f'"{excerpt(key)}" is {excerpt(value)}; it must be a list with at least one turn.'
+        raise Rejected("no turns", problem)
     return value
-
-
-def _is_by_columns(value: Any) -> bool:
-    return isinstance(value, dict) and {type(column) for column in value.values()} == {list}
 
 
 def _are_text(values: Any) -> bool:
@@ -153,50 +141,48 @@ def _are_text(values: Any) -> bool:
 
 def _turn(turn: Any) -> Message:
     if not isinstance(turn, dict):
-        raise _WrongTurn(
-            "a wrong turn", f"is {excerpt(turn)}, not an object with a role and a content.", turn
-        )
+        problem = f"is {excerpt(turn)}, not an object with a role and a content."
+        raise Rejected("a wrong turn", problem)
     name = turn["role"] if turn.get("role") is not None else turn.get("from")
     role = ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        raise _WrongTurn(
+        raise Rejected(
             "an unknown role",
             f"has the role {excerpt(name)}; known roles are "
             f'{", ".join(ROLES)} (under "role" or "from").',
-            turn,
         )
     content = _content(turn, role)
     calls = turn.get("tool_calls")
     if not calls and turn.get("function_call"):  # OpenAI's former way
         calls = [{"function": turn["function_call"]}]
+    if calls and role != "assistant":
+        problem = f"has the role {role}, and only the assistant calls tools."
+        raise Rejected("wrong tool_calls", problem)
     if calls:
-        if role != "assistant":
-            problem = f"has the role {role}, and only the assistant calls tools."
-            raise _WrongTurn("wrong tool_calls", problem, turn)
         message = _calling(content if isinstance(content, str) else "", calls)
-        return replace(message, thought=_thought(turn))
-    if name in CALLS:
-        return replace(_called(content), thought=_thought(turn))
-    if role == "tool" and isinstance(content, list | dict):
-        content = json.dumps(content, ensure_ascii=False)
-    if not isinstance(content, str):
-        raise _WrongTurn(
+    elif name in CALLS:
+        message = _called(content)
+    elif role == "tool" and isinstance(content, list | dict):
+        message = Message(role, json.dumps(content, ensure_ascii=False))
+    elif isinstance(content, str):
+        message = Message(role, content)
+    else:
+        raise Rejected(
             "a wrong content",
             f'has the content {excerpt(content)}; it must be text (under "content" or "value").',
-            turn,
         )
-    if role == "tool":
-        return Message(role, content, call_id=str(turn.get("tool_call_id") or ""))
-    return Message(role, content, thought=_thought(turn) if role == "assistant" else "")
+    if role == "tool" and (call_id := turn.get("tool_call_id")):
+        return replace(message, call_id=str(call_id))
+    if role == "assistant" and (thought := _thought(turn)):
+        return replace(message, thought=thought)
+    return message
 
 
 def _thought(turn: dict[str, Any]) -> str:
     """The reasoning beside an answer; empty where there is none."""
     thought = next((turn[name] for name in THOUGHTS if turn.get(name)), "")
     if not isinstance(thought, str):
-        raise _WrongTurn(
-            "a wrong content", f"has a reasoning that is no text: {excerpt(thought)}", turn
-        )
+        raise Rejected("a wrong content", f"has a reasoning that is no text: {excerpt(thought)}")
     return thought if thought.strip() else ""
 
 
@@ -205,20 +191,19 @@ def _weight(turn: dict[str, Any]) -> float:
     values = [turn[name] for name in TURN_WEIGHTS if turn.get(name) is not None]
     value = values[0] if values else 1.0
     if values[1:] and values[1] != value:
-        raise _WrongTurn(
-            "a wrong weight",
-            f'has a "weight" and another "loss_weight": {excerpt(value)} / '
-            f"{excerpt(values[1])}. Keep one.",
-            turn,
-        )
+        raise _two_values("a wrong weight", "weight", "loss_weight", *values)
     if isinstance(value, int | float) and 0 <= value <= MAX_WEIGHT:
         return float(value)
-    raise _WrongTurn(
+    raise Rejected(
         "a wrong weight",
         f"has the weight {excerpt(value)}; it must be a number from 0 to {MAX_WEIGHT} "
         "(0 is not learned).",
-        turn,
     )
+
+
+def _two_values(reason: str, key: str, other_key: str, value: Any, other_value: Any) -> Rejected:
+    values = f"{excerpt(value)} / {excerpt(other_value)}"
+    return Rejected(reason, f'has a "{key}" and another "{other_key}": {values}. Keep one.')
 
 
 def _content(turn: dict[str, Any], role: str) -> Any:
@@ -227,12 +212,7 @@ def _content(turn: dict[str, Any], role: str) -> Any:
     if content in (None, "", []) and value is not None:  # a table has both, for all its records
         content = value
     elif value not in (None, "", []) and value != content:
-        raise _WrongTurn(
-            "a wrong content",
-            f'has a "content" and another "value": {excerpt(content)} / {excerpt(value)}. '
-            "Keep one.",
-            turn,
-        )
+        raise _two_values("a wrong content", "content", "value", content, value)
     parts = content if isinstance(content, list) else []
     if not parts or not all(isinstance(part, dict) for part in parts):
         return "" if content == [] and role != "tool" else content
@@ -243,13 +223,15 @@ def _content(turn: dict[str, Any], role: str) -> Any:
         return "".join(texts)
     other = next((kind for kind in kinds if kind not in TEXT_PARTS), None)
     if isinstance(other, str):
-        raise _WrongTurn(
+        raise Rejected(
             "content that is not text",
             f"has a part of the type {excerpt(other)}, and only text is trained. Filter such rows "
             "out (data.on_bad_row=skip does it, and counts them).",
-            turn,
         )
     return content
+
+
+# Calls of tools
 
 
 def _calling(words: str, calls: Any) -> Message:
@@ -286,7 +268,7 @@ def _message_of(calls: list[dict[str, Any]], words: str) -> Message:
     shown = [{key: call[key] for key in ("name", "arguments")} for call in calls]
     texts = [_block(json.dumps(call, ensure_ascii=False)) for call in shown]
     text = "\n".join([words, *texts] if words else texts)
-    return Message("assistant", text, calls=json.dumps(calls, ensure_ascii=False), said=words)
+    return Message("assistant", text, calls=tuple(calls), said=words)
 
 
 def _block(call: str) -> str:
@@ -306,29 +288,14 @@ def _call(function: dict[str, Any], call_id: Any = None) -> dict[str, Any]:
     return {"id": call_id, **call} if isinstance(call_id, str) and call_id else call
 
 
-class _WrongTurn(Exception):
-    """An error in a turn, without its place; ``turns`` adds the place."""
-
-    def __init__(self, reason: str, problem: str, value: Any) -> None:
-        super().__init__(problem)
-        self.reason = reason
-        self.value = value
-
-
-def _wrong_calls(calls: Any, error: Exception) -> _WrongTurn:
+def _wrong_calls(calls: Any, error: Exception) -> Rejected:
     problem = str(error)
     if isinstance(error, KeyError):
         problem = f"no {error}"
     elif isinstance(error, TypeError | AttributeError):
         problem = "it is no object"
-    return _WrongTurn(
+    return Rejected(
         "wrong tool_calls",
         'has a wrong tool call; every tool call needs a "name" and an object "arguments" '
         f"({problem}): {excerpt(calls)}",
-        calls,
     )
-
-
-def _wrong(where: Where, reason: str, problem: str, value: Any) -> RecordError:
-    content = json.dumps(value, ensure_ascii=False, default=str)
-    return RecordError(f"{where}: {problem}", where=where, reason=reason, content=content)

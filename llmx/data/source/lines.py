@@ -19,6 +19,7 @@ from llmx.data.source.records import (
     Record,
     RecordDecoder,
     RecordError,
+    Rejected,
     Where,
     excerpt,
     names,
@@ -36,8 +37,10 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 def text_records(file: Path, stream: IO[bytes], bad: OnBad, text_unit: str) -> Iterator[Document]:
     """The documents of a text file, as ``data.text_unit`` divides it."""
-    divide = {"file": whole_text, "line": text_lines, "paragraph": paragraphs}[text_unit]
-    return divide(lines_of(file, stream, bad))
+    lines = lines_of(file, stream, bad)
+    if text_unit == "file":
+        return whole_text(file, lines)
+    return paragraphs(lines) if text_unit == "paragraph" else text_lines(lines)
 
 
 def json_records(file: Path, stream: IO[bytes], bad: OnBad, text_unit: str) -> Iterator[Record]:
@@ -63,22 +66,18 @@ def _array_records(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[Record
         bad(_not_utf8(content, start, error))
         return
     del content
-    decoder, at = RecordDecoder(), text.index("[") + 1
-    for number in itertools.count(1):
-        at = _behind_space(text, at)
-        if number == 1 and text[at : at + 1] == "]":
-            break
+    decoder, at = RecordDecoder(), _behind_space(text, text.index("[") + 1)
+    for number in () if text[at : at + 1] == "]" else itertools.count(1):
         try:
-            decoder.twice = None
             value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
             bad(_not_json(text, start, error, at, array=True))
             return
-        yield from _record(value, decoder.twice, Where(file, number, "row"), bad)
+        yield from _record(value, decoder, Where(file, number, "row"), bad)
         at = _behind_space(text, at)
         if text[at : at + 1] != ",":
             break
-        at += 1
+        at = _behind_space(text, at + 1)
     problem = "Extra data"
     if text[at : at + 1] != "]":
         problem = "Expecting ',' delimiter"
@@ -92,14 +91,15 @@ def _behind_space(text: str, at: int) -> int:
     return space.end() if space else at
 
 
-def _record(value: Any, twice: str | None, where: Where, bad: OnBad) -> Iterator[Record]:
-    """The record of a JSON value. ``twice``: a key that an object in it has twice."""
+def _record(value: Any, decoder: RecordDecoder, where: Where, bad: OnBad) -> Iterator[Record]:
+    """The record of a JSON value that was just decoded."""
+    twice, decoder.twice = decoder.twice, None
     if twice is not None:
         problem = (
             f'the key "{excerpt(twice)}" is there twice, and which of the two counts is not '
             "defined. Write it once."
         )
-        bad(_wrong_value(value, where, "a key that is there twice", problem))
+        bad(RecordError.of(Rejected("a key that is there twice", problem), where, value))
     elif isinstance(value, dict):
         yield Record(value, where)
     else:
@@ -107,7 +107,7 @@ def _record(value: Any, twice: str | None, where: Where, bad: OnBad) -> Iterator
             f"{excerpt(value)} is not an object. Every row must be a JSON object, e.g. "
             '{"text": "..."}.'
         )
-        bad(_wrong_value(value, where, "not an object", problem))
+        bad(RecordError.of(Rejected("not an object", problem), where, value))
 
 
 def lines_of(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[tuple[str, Where]]:
@@ -124,13 +124,11 @@ def lines_of(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[tuple[str, W
         yield text, where
 
 
-def whole_text(lines: Iterator[tuple[str, Where]]) -> Iterator[Document]:
+def whole_text(file: Path, lines: Iterator[tuple[str, Where]]) -> Iterator[Document]:
     """The file as one document. Raises DataError for one of more than ``DOCUMENT_CHARS``."""
     document: list[str] = []
     size = 0
-    file = Path()
-    for line, where in lines:
-        file = where.file
+    for line, _ in lines:
         document.append(line)
         size += len(line)
         if size > DOCUMENT_CHARS:
@@ -145,24 +143,15 @@ def whole_text(lines: Iterator[tuple[str, Where]]) -> Iterator[Document]:
 
 def text_lines(lines: Iterator[tuple[str, Where]]) -> Iterator[Document]:
     """Each line that is not empty as a document, without its line end."""
-    for line, where in lines:
-        if line.strip():
-            yield Document(line.rstrip("\r\n"), where)
+    return (Document(line.rstrip("\r\n"), where) for line, where in lines if line.strip())
 
 
 def paragraphs(lines: Iterator[tuple[str, Where]]) -> Iterator[Document]:
     """Each run of lines between empty lines as a document, without its last line end."""
-    paragraph: list[str] = []
-    start: Where | None = None
-    for line, where in lines:
-        if line.strip():
-            start = start or where
-            paragraph.append(line)
-        elif start is not None:
-            yield Document("".join(paragraph).rstrip("\r\n"), start)
-            paragraph, start = [], None
-    if start is not None:
-        yield Document("".join(paragraph).rstrip("\r\n"), start)
+    for is_text, run in itertools.groupby(lines, key=lambda line: bool(line[0].strip())):
+        if is_text:
+            texts, places = zip(*run, strict=True)
+            yield Document("".join(texts).rstrip("\r\n"), places[0])
 
 
 def json_lines(lines: Iterator[tuple[str, Where]], bad: OnBad) -> Iterator[Record]:
@@ -172,12 +161,12 @@ def json_lines(lines: Iterator[tuple[str, Where]], bad: OnBad) -> Iterator[Recor
         if not line.strip():
             continue
         try:
-            decoder.twice = None
             value = decoder.decode(line.rstrip())
         except (ValueError, RecursionError) as error:
+            decoder.twice = None
             bad(_not_json(line.rstrip(), where, error))
             continue
-        yield from _record(value, decoder.twice, where, bad)
+        yield from _record(value, decoder, where, bad)
 
 
 def delimited_records(
@@ -188,13 +177,13 @@ def delimited_records(
     # A TSV is written without quoting, in which a quotation mark is only itself.
     quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     csv.field_size_limit(sys.maxsize)  # a cell may hold a whole document
-    # The line of the file is counted here: the reader does not see a line that was refused.
-    line_number = 0
+    # The last line is noted here: the reader does not see a line that was refused.
+    where = Where(file, 0, "line")
 
     def texts() -> Iterator[str]:
-        nonlocal line_number
-        for line, where in lines_of(file, stream, bad):
-            line_number = where.number
+        nonlocal where
+        for line, place in lines_of(file, stream, bad):
+            where = place
             yield line
 
     reader = csv.reader(texts(), delimiter=delimiter, quoting=quoting, strict=True)
@@ -205,11 +194,9 @@ def delimited_records(
         except StopIteration:
             return
         except csv.Error as error:
-            where = Where(file, line_number, "line")
             problem = f"{error}. A quotation mark inside of a quoted cell is written twice."
             bad(RecordError(f"{where}: {problem}", where=where, reason="not a table's row"))
             continue
-        where = Where(file, line_number, "line")
         if columns is None:
             columns = cells
             if twice := [name for name in columns if columns.count(name) > 1]:
@@ -272,8 +259,3 @@ def _not_json(
         reason="not JSON; the array ends here" if array else "not JSON",
         content=around if array else text,
     )
-
-
-def _wrong_value(value: Any, where: Where, reason: str, problem: str) -> RecordError:
-    content = json.dumps(value, ensure_ascii=False)
-    return RecordError(f"{where}: {problem}", where=where, reason=reason, content=content)

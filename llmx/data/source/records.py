@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 import weakref
@@ -11,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, ClassVar, Protocol
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from llmx.errors import DataError
 from llmx.run.rundir import replacing
-from llmx.text import printable
+from llmx.text import one_line, printable
 
 
 @dataclass(frozen=True)
@@ -31,31 +30,35 @@ class Where:
         return f"{printable(str(self.file), keep='')}, {self.unit} {self.number}"
 
 
-class Row(Protocol):
+class Row:
     """The meaning of a record, in a form that a task may take (``Encoding.takes``)."""
 
     title: ClassVar[str]
     """The plural of its kind, for messages."""
+    if TYPE_CHECKING:  # a field of most rows, and a property of those that hold other rows
+
+        @property
+        def where(self) -> Where:
+            """Its place in the sources."""
 
     @property
-    def where(self) -> Where:
-        """Its place in the sources."""
+    def texts(self) -> tuple[str, ...]:
+        """All of its texts, which a tokenizer is trained on."""
+        raise NotImplementedError
 
     @property
     def content(self) -> bytes:
         """Bytes that are equal for rows of which ``data.deduplicate`` keeps one."""
+        return json.dumps(self.texts).encode()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its text as UTF-8."""
-
-    @property
-    def sequences(self) -> tuple[Any, ...]:
-        """The conversations and documents in it."""
+        """Bytes of its texts as UTF-8."""
+        return sum(len(text) if text.isascii() else len(text.encode()) for text in self.texts)
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(Row):
     """One record: the keys and values of a JSON object or of a table's line."""
 
     title: ClassVar[str] = "records"
@@ -66,20 +69,16 @@ class Record:
     the columns of Arrow do."""
 
     @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(value for value in self.value.values() if isinstance(value, str))
+
+    @property
     def content(self) -> bytes:
         return json.dumps(self.value, default=str).encode()
 
-    @property
-    def num_bytes(self) -> int:
-        return utf8_bytes(value for value in self.value.values() if isinstance(value, str))
-
-    @property
-    def sequences(self) -> tuple[()]:
-        return ()
-
 
 @dataclass(frozen=True)
-class Document:
+class Document(Row):
     """Text to pretrain on: of a text file, or of a record with a text."""
 
     title: ClassVar[str] = "text"
@@ -87,26 +86,8 @@ class Document:
     where: Where
 
     @property
-    def content(self) -> bytes:
-        return self.text.encode("utf-8", "surrogatepass")
-
-    @property
-    def num_bytes(self) -> int:
-        return utf8_bytes((self.text,))
-
-    @property
-    def sequences(self) -> tuple[Document]:
-        return (self,)
-
-    @property
     def texts(self) -> tuple[str, ...]:
-        """The texts that a tokenizer is trained on."""
         return (self.text,)
-
-
-def utf8_bytes(texts: Iterable[str]) -> int:
-    """Bytes of texts as UTF-8."""
-    return sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
 
 
 @dataclass
@@ -115,6 +96,17 @@ class Meter:
 
     bytes: int = 0
     """Bytes of the files as they are on disk."""
+
+
+class Rejected(Exception):
+    """Raised for a record that is wrong, by its reader or by a task's ``encode``
+    (``data.on_bad_row`` says what happens then)."""
+
+    def __init__(self, reason: str, message: str = "", value: Any = None) -> None:
+        """``reason``: a few words, the same for every record with this fault. ``value`` is added to
+        the message."""
+        super().__init__(f"{message or reason} {excerpt(value)}" if value else message or reason)
+        self.reason = reason
 
 
 class RecordError(DataError):
@@ -127,6 +119,12 @@ class RecordError(DataError):
         """A few words, the same for every record with this fault: what is counted by."""
         self.content = content
         """The record as it was read, as far as it is known."""
+
+    @classmethod
+    def of(cls, problem: Rejected, where: Where, content: Any = None) -> RecordError:
+        """The error for a record at this place."""
+        text = "" if content is None else json.dumps(content, ensure_ascii=False, default=str)
+        return cls(f"{where}: {problem}", where=where, reason=problem.reason, content=text)
 
 
 OnBad = Callable[[RecordError], None]
@@ -159,8 +157,7 @@ def excerpt(value: Any, *, limit: int = 80) -> str:
     """The beginning of a value on one line, for a message; it cannot steer a terminal."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     text = text[: 20 * limit].encode("utf-8", "backslashreplace").decode()  # half a character
-    text = printable(" ".join(text.split()), keep="")
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return one_line(text, limit=limit)
 
 
 def first_line(error: Exception) -> str:
@@ -175,17 +172,6 @@ def names(columns: Iterable[Any], *, limit: int = 12) -> str:
     excerpts = [excerpt(str(name), limit=40) for name in columns]
     remainder = f" and {len(excerpts) - limit:,} more" if len(excerpts) > limit else ""
     return ", ".join(excerpts[:limit]) + remainder
-
-
-def wrong_record(record: Record, reason: str, problem: str, value: Any = None) -> RecordError:
-    """A RecordError with the record's place and content; ``value`` is added to the message."""
-    ending = f" {excerpt(value)}" if value else ""
-    return RecordError(
-        f"{record.where}: {problem}{ending}",
-        where=record.where,
-        reason=reason,
-        content=json.dumps(record.value, ensure_ascii=False, default=str),
-    )
 
 
 # Rejected records (data.on_bad_row=skip)
@@ -206,6 +192,8 @@ class RejectedRecords:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         """The number of records by reason."""
+        self.first = ""
+        """The message of the first one."""
         lines = tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES)  # noqa: SIM115
         self._lines: IO[bytes] = lines
         weakref.finalize(self, lines.close)
@@ -213,6 +201,7 @@ class RejectedRecords:
     def add(self, error: RecordError) -> None:
         """Count a record, and write it with its message."""
         self.counts[error.reason] += 1
+        self.first = self.first or str(error)
         line = {
             "file": str(error.where.file),
             error.where.unit: error.where.number,
@@ -229,16 +218,9 @@ class RejectedRecords:
     def clear(self) -> None:
         """Drop all records, for another reading of the same source."""
         self.counts.clear()
+        self.first = ""
         self._lines.seek(0)
         self._lines.truncate()
-
-    @property
-    def first(self) -> str:
-        """The message of the first one; empty where there is none."""
-        self._lines.seek(0)
-        line = self._lines.readline()
-        self._lines.seek(0, os.SEEK_END)
-        return str(json.loads(line)["message"]) if line else ""
 
     def write(self, path: Path) -> Path | None:
         """Write one JSON line a record, whole or not at all; None where there is none."""

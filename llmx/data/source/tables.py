@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from llmx.data.source.records import OnBad, Record, RecordError, Where, refuse
+from llmx.data.source.records import OnBad, Record, RecordError, Rejected, Where, refuse
 from llmx.errors import DataError
 
 BATCH_ROWS = 1024
@@ -28,7 +28,7 @@ def table_records(
                 if isinstance(value, dict):
                     yield Record(value, where, padded=True)
                 else:
-                    bad(_not_utf8(value, where))
+                    bad(RecordError.of(value, where))
     except (pa.ArrowException, OSError) as error:  # damaged content is an OSError to Arrow
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
@@ -59,30 +59,16 @@ def _batches(file: Path) -> Iterator[Any]:
                 yield batch.slice(start, BATCH_ROWS)
 
 
-def _values(batch: Any) -> list[dict[str, Any] | UnicodeDecodeError]:
+def _values(batch: Any) -> list[dict[str, Any] | Rejected]:
     """The records of a batch; Arrow's text may hold bytes that are none."""
     try:
         return list(batch.to_pylist())
-    except UnicodeDecodeError:
-        return [_value(batch.slice(row, 1)) for row in range(batch.num_rows)]
-
-
-def _value(batch: Any) -> dict[str, Any] | UnicodeDecodeError:
-    try:
-        return dict(batch.to_pylist()[0])
     except UnicodeDecodeError as error:
-        return error
-
-
-def _not_utf8(error: UnicodeDecodeError, where: Where) -> RecordError:
-    around = error.object[max(0, error.start - 20) : error.start + 20]
-    return RecordError(
-        f"{where}: a text holds bytes that are not UTF-8: {around!r}. Write the file again from "
-        "text in UTF-8.",
-        where=where,
-        reason="not UTF-8",
-        content=repr(around),
-    )
+        if batch.num_rows > 1:
+            return [_values(batch.slice(row, 1))[0] for row in range(batch.num_rows)]
+        around = error.object[max(0, error.start - 20) : error.start + 20]
+        problem = f"a text holds bytes that are not UTF-8: {around!r}."
+        return [Rejected("not UTF-8", f"{problem} Write the file again from text in UTF-8.")]
 
 
 def chosen_split(

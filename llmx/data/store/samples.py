@@ -87,11 +87,11 @@ class Sample:
         return sizes
 
 
-def in_memory(example: Example, schema: Schema, *, task: str, vocab_size: int) -> Sample:
+def in_memory(example: Example, schema: Schema, *, vocab_size: int) -> Sample:
     """A sample of one example that was never stored: generated tokens and their columns.
 
     Args:
-        example: of ``Tokens`` alone, with the columns of ``schema`` (``examples.checked``).
+        example: of ``Tokens`` alone, with the columns of ``schema`` (``Schema.checked``).
 
     Raises:
         ConfigError: what the task gave are no tokens, or no values of its columns.
@@ -99,11 +99,11 @@ def in_memory(example: Example, schema: Schema, *, task: str, vocab_size: int) -
     kinds = {type(part).__name__ for part in example.sequences if not isinstance(part, Tokens)}
     if kinds:
         raise ConfigError(
-            f"task={task}: the sequences of generated examples are Tokens; rollout() gave "
+            f"task={schema.task}: the sequences of generated examples are Tokens; rollout() gave "
             f"{', '.join(sorted(kinds))}."
         )
     parts = [
-        sequence.arrays(schema, task=task, vocab_size=vocab_size, by="rollout()")
+        schema.arrays(sequence, vocab_size=vocab_size)
         for sequence in example.sequences
         if isinstance(sequence, Tokens)
     ]
@@ -112,7 +112,7 @@ def in_memory(example: Example, schema: Schema, *, task: str, vocab_size: int) -
     targets = np.concatenate([values for _, values, _ in parts])
     targets[starts] = 0  # nothing stands before the first token of a sequence
     by_token = [token_columns for _, _, token_columns in parts]
-    columns = schema.values([example], lengths, by_token, task=task)
+    columns = schema.values([example], lengths, by_token)
     return Sample(
         tokens=np.concatenate([ids for ids, _, _ in parts]),
         targets=targets != 0,

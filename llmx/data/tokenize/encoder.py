@@ -25,7 +25,6 @@ from llmx.data.examples import (
     ExampleSequence,
     Schema,
     Tokens,
-    checked,
     encoded,
 )
 from llmx.data.format.rows import Conversation
@@ -82,8 +81,8 @@ class ExampleEncoder:
         """``proves``: there may be enough text for a faster encoder to be worth its proof."""
         self._data = split.data
         self._renderer = renderer
-        self._encoding, self._task = encoding, encoding.name
-        self._schema = Schema(encoding.columns)
+        self._encoding = encoding
+        self._schema = Schema(encoding.columns, encoding.name)
         self._num_embeddings = encoding.num_embeddings
         self._workers, self._proves = workers, proves
         self._documents: DocumentEncoder | None = None
@@ -147,7 +146,7 @@ class ExampleEncoder:
         if example is None:
             batch.fates.dropped[LEFT_OUT] += 1
             return None
-        example = checked(example, self._schema, task=self._task)
+        example = self._schema.checked(example)
         if isinstance(example.sequences[0], Tokens):
             example = replace(example, where=row.where)
         return example
@@ -203,7 +202,7 @@ class ExampleEncoder:
         if not self._schema.columns:
             return block
         by_token = [sequence.columns for sequence in sequences] or [{}] * len(block.lengths)
-        columns = self._schema.values(batch.examples, block.lengths, by_token, task=self._task)
+        columns = self._schema.values(batch.examples, block.lengths, by_token)
         targets = block.targets.astype(np.float32) if self._schema.weighted else block.targets
         return replace(block, targets=targets, columns=columns)
 
@@ -294,7 +293,7 @@ class ExampleEncoder:
             by_type[Document] = map(TokenSequence, *cut)
         size = self._num_embeddings or len(self._renderer.tokenizer)
         return [
-            TokenSequence(*sequence.arrays(self._schema, task=self._task, vocab_size=size))
+            TokenSequence(*self._schema.arrays(sequence, vocab_size=size))
             if isinstance(sequence, Tokens)
             else next(by_type[type(sequence)])
             for sequence in sequences

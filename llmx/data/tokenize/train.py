@@ -123,9 +123,8 @@ class TextSample:
 def texts_of(rows: Iterable[Row | None]) -> Iterator[str]:
     """The texts of rows, the long ones in parts."""
     for row in rows:
-        for sequence in row.sequences if row is not None else ():
-            for text in sequence.texts:
-                yield from _cut(text)
+        for text in row.texts if row is not None else ():
+            yield from _cut(text)
 
 
 def _cut(text: str) -> Iterator[str]:
