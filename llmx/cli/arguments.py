@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from llmx.cli.commands import COMMANDS
-from llmx.compose.overrides import Checked, check_overrides, quoted, resolve_alias
-from llmx.compose.user_files import FILES, check_foreign, check_keys
+from llmx.compose.overrides import check_overrides, quoted, resolve_alias
+from llmx.compose.user_files import FILES, check_foreign
 from llmx.compose.words import Words
 from llmx.config import Experiment
 from llmx.config.build import shown
@@ -27,7 +27,7 @@ IMPLIED = {
 _NOTHING = ("", "null", "demo", "[]")
 
 
-def checked(words: Words) -> Checked:
+def checked(words: Words) -> list[str]:
     """The overrides of a command line and those that they imply, as Hydra takes them."""
     return check_overrides(
         as_meant(words.overrides),
@@ -87,12 +87,12 @@ def read_words(path: Path) -> list[str] | Experiment:
 
     from llmx.compose.hydra_config import leaves
     from llmx.config import experiment_of_snapshot
-    from llmx.config.yaml_files import read_yaml, values_of
+    from llmx.config.yaml_files import check_key, read_yaml, values_of
 
     if not path.is_file():
         raise ConfigError(f"{path}: no such file. Give an experiment file, or key=value.")
     check_foreign(path)
-    node = read_yaml(path, Experiment)
+    node = read_yaml(path)
     values = values_of(node) or {}
     if isinstance(values, list):
         return _typed_then(path, values)
@@ -102,7 +102,7 @@ def read_words(path: Path) -> list[str] | Experiment:
         name = str(key.value)
         is_option = name in (*GROUPS, *ALIASES) and isinstance(value, ScalarNode)
         if not (is_option or "/" in name or name.split(".")[0] in ("defaults", "hydra", "<<")):
-            check_keys(path, name, key, value)
+            check_key(path, name, key, value)
     if "schema_version" in values:
         return experiment_of_snapshot(values, source=str(path))
     words = list(_chosen(path, node, values.pop("defaults"))) if "defaults" in values else []
@@ -146,7 +146,7 @@ def sweep_overrides(path: Path) -> list[str]:
     """The overrides of a committed sweep file: ``grid`` (key: list) and ``overrides`` (list)."""
     from yaml import MappingNode, SequenceNode
 
-    from llmx.config.yaml_files import check_texts, read_yaml, values_of
+    from llmx.config.yaml_files import check_value, read_yaml, values_of
 
     node = read_yaml(path)
     values = values_of(node)
@@ -166,8 +166,9 @@ def sweep_overrides(path: Path) -> list[str]:
         )
     (grid,) = (value for key, value in node.value if key.value == "grid")
     for key, choices in grid.value:
-        for choice in choices.value if isinstance(choices, SequenceNode) else ():
-            check_texts(path, choice, lookup(key.value)[0])
+        is_text = lookup(key.value)[0] is str
+        for choice in choices.value if is_text and isinstance(choices, SequenceNode) else ():
+            check_value(path, key.value, choice, str)
     axes = []
     for key, choices in values["grid"].items():
         if not isinstance(choices, list) or not choices:

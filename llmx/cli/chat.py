@@ -1,9 +1,6 @@
 """Chat with a trained model in the terminal: ``python -m llmx chat RUN|MODEL``.
 
-The model's own chat template, the conversation so far, and answers that appear while they are
-generated. Greedy unless an option of sampling is given; on the GPU where there is one, in the
-precision of the model's files. Only what is new of a conversation goes through the model. Where
-the input is no terminal, every line of it is a message, and the answers go to stdout.
+Only what is new of a conversation goes through the model.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmx import text as human
 from llmx.cli.commands import CHAT_COMMANDS
-from llmx.cli.generate import PromptLayout, Stream, layout_of, load, wanted
+from llmx.cli.generate import PromptLayout, Stream, layout_of, load, sampling_of
 from llmx.cli.target import Target, check_generates, find_target
 from llmx.data.format.rows import Message
 from llmx.data.format.templates import TEMPLATES
@@ -189,7 +186,7 @@ class Chat:
 
 def run(options: argparse.Namespace) -> int:
     """Load, and answer until the input ends; the exit code."""
-    asked = wanted(options)
+    asked = sampling_of(options)
     target = find_target(options.target, command="chat", model=options.model, trusted=options.trust)
     check_generates(target)
     for stream in (sys.stdin, sys.stdout):
@@ -199,12 +196,12 @@ def run(options: argparse.Namespace) -> int:
 
     model, tokenizer, stops = load(target)
     layout = chat_layout(target, tokenizer, options)
-    sampling = dataclasses.replace(asked.sampling, stop_ids=stops | layout.stop_ids)
+    sampling = dataclasses.replace(asked, stop_ids=stops | layout.stop_ids)
 
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    chat = Chat(decoder_of(model), layout, sampling, decode=decode, seed=asked.seed)
+    chat = Chat(decoder_of(model), layout, sampling, decode=decode, seed=options.seed)
     typed = sys.stdin.isatty()
     if typed:
         size = sum(p.numel() for p in model.parameters())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
 from llmx.config.fields import Range
 
@@ -55,14 +54,6 @@ class Argument:
     """How many, as ``nargs`` of argparse has it; empty for one."""
 
 
-class Runs(Enum):
-    """How a command is run."""
-
-    HERE = "``run(words)`` of its module (or ``module:function``), in this process"
-    PROCESS = "the same in a process of its own: it loads heavy libraries"
-    CONFIG = "composes a config for ``python -m MODULE CONFIG [OWN WORDS]``"
-
-
 @dataclass(frozen=True)
 class Command:
     """One command."""
@@ -73,14 +64,17 @@ class Command:
     """What follows its name."""
     about: str
     """What it does, for its own help."""
-    runs: Runs
     module: str
+    """``MODULE`` or ``MODULE:FUNCTION``, called with the words; a command that takes overrides in a
+    process of its own, with the experiment and its own words."""
     words: tuple[Word, ...] = ()
     """Its own flags (each has ``--help``, too) and keys."""
     arguments: tuple[Argument, ...] = ()
     """What its bare words are, in order."""
     overrides: bool = False
     """Whether the command takes ``group=option`` and ``key=value``."""
+    own_process: bool = False
+    """It runs in a process of its own: it loads heavy libraries."""
     trains: bool = True
     """The config that it composes is one to train with, and checked as such."""
     takes_ctrl_c: bool = False
@@ -153,6 +147,8 @@ HYDRA_WORDS = (
     Word("--multirun", "run a sweep over comma lists"),
     Word("-m", "run a sweep over comma lists"),
     Word("--cfg", "print the composed config", "job", ("job", "hydra", "all")),
+    Word("--resolve", "with --cfg: with the values of ${...}"),
+    Word("--package", "with --cfg: only this part of it", "GROUP"),
     Word("--info", "show how the config was composed", "all", ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")),
     _CONFIG_DIR,
     Word("--version", "print the version"),
@@ -167,7 +163,6 @@ COMMANDS = {
         "exact command into a new run directory under outputs/ (run_dir=DIR: into DIR). Then\n"
         "starts the ranks, watches them, and restarts them after a failure. Without experiment,\n"
         "model or data, it trains the bundled demo.",
-        Runs.HERE,
         "llmx.cli.hydra_app:train",
         overrides=True,
         examples=("python -m llmx", "python -m llmx experiment=demo task.steps=20"),
@@ -179,7 +174,6 @@ COMMANDS = {
         "ranks, micro batches, steps, memory a rank, predicted time and cost, precision and why,\n"
         "the exact command. Starts nothing. The same as dry_run=true. Several clusters\n"
         "(hardware=A,B,C) are compared in one table, and nothing is written.",
-        Runs.HERE,
         "llmx.cli.plan",
         overrides=True,
         examples=(
@@ -194,7 +188,6 @@ COMMANDS = {
         "starts nothing: ssh, Python and packages, GPUs and who uses them, disks, limits, clocks,\n"
         "leftovers of runs, interfaces, and a connection of every host to every other one. Each\n"
         "finding has its fix. The exit code is 4 if a launch would be refused, else 0.",
-        Runs.HERE,
         "llmx.cli.doctor",
         words=(
             Word("--bandwidth", "also time an all-reduce of all ranks"),
@@ -219,7 +212,6 @@ COMMANDS = {
         "in DIR; so does the same command, typed again in the same directory. To train the best\n"
         "trial in full: python -m llmx DIR/best.yaml Keys: python -m llmx help sweep;\n"
         "docs/sweeps.md.",
-        Runs.HERE,
         "llmx.cli.sweeps:sweep",
         arguments=(Argument("sweep"),),
         overrides=True,
@@ -244,7 +236,6 @@ COMMANDS = {
         "sweep.objective=eval/loss, give the values yourself: all trials train for\n"
         "sweep.halving=N steps, the better half continues from its checkpoints, and so on. The\n"
         "last one trains in full.",
-        Runs.HERE,
         "llmx.cli.sweeps:tune",
         overrides=True,
         examples=(
@@ -261,7 +252,6 @@ COMMANDS = {
         "directory. On the same hardware the result is bitwise that of the undisturbed run.\n"
         "hardware=NAME composes a whole group anew; also launch=, zero=, tracking=, ...\n"
         "task.steps=N extends the run, also a finished one.",
-        Runs.HERE,
         "llmx.lifecycle.resume",
         words=(
             Word("step=", "resume from the checkpoint of step N; newer ones are moved to history/", "N", takes="step"),
@@ -279,7 +269,6 @@ COMMANDS = {
         "Starts a new run from the snapshot of an old one, in a directory beside it. Before the\n"
         "start it lists what differs from the recorded run, by severity; at the end it says\n"
         "whether the numbers are bitwise identical, or which step differs first and how much.",
-        Runs.HERE,
         "llmx.lifecycle.reproduce",
         words=(
             Word("to_step=", "train only the first K steps, with the schedule of the whole run", "K"),
@@ -300,7 +289,6 @@ COMMANDS = {
         "shows all details; for a sweep directory (on this machine) its trials, the time left and\n"
         "the best result so far. For any other directory, or without one (then outputs/), it\n"
         "lists the runs in it, two lines each, running ones first.",
-        Runs.HERE,
         "llmx.observe.status",
         words=(
             Word("--all", "list all runs, not only the newest"),
@@ -319,7 +307,6 @@ or never ran; else 0.""",
         "Shows a run or a sweep live, until it ends. Without a run directory it takes the run in\n"
         "outputs/ (or DIR) that is training, else the newest. Over ssh it reconnects by itself;\n"
         "the other machine needs rsync. Ctrl-C stops watching; the run continues.",
-        Runs.HERE,
         "llmx.observe.watch",
         words=(_EVERY, _SSH_CONFIG),
         arguments=(Argument("shown", "location", "RUN", "?"),),
@@ -334,7 +321,6 @@ sweep. The exit code is 0 if the run finished, or if no trial of the sweep faile
         "Serves one page with the runs and sweeps in outputs/ (or DIR), and prints its address:\n"
         "a table of all runs, live curves of several runs together, ranks, completions, attempts,\n"
         "logs, the difference of two runs. It only reads. Ctrl-C ends the page, never a run.",
-        Runs.HERE,
         "llmx.observe.ui",
         words=(
             Word("--port", "port of the page; 0 takes a free one", "N", number=_whole(0, 65535), default=8170),
@@ -352,7 +338,6 @@ On another machine: ssh -t -L 8170:localhost:8170 user@host python -m llmx ui DI
         "Reads the log of a training that failed, of any program (torchrun, accelerate,\n"
         "LLaMA-Factory, deepspeed, llmx), and prints the cause, the lines that show it, and the\n"
         "fix. - is standard input. Of a run directory it shows the outcome of the run.",
-        Runs.HERE,
         "llmx.cli.explain",
         words=(Word("--json", "print JSON, for scripts"),),
         arguments=(Argument("run", "log", "LOG"),),
@@ -365,7 +350,6 @@ On another machine: ssh -t -L 8170:localhost:8170 user@host python -m llmx ui DI
         "RUN_DIR | user@host:RUN",
         "Shows what a run with launch.detach=true prints, from its last lines on, until it ends.\n"
         "Ctrl-C stops the showing; the run continues.",
-        Runs.HERE,
         "llmx.observe.control:attach",
         words=(_SSH_CONFIG,),
         arguments=(Argument("shown", "location", "RUN"),),
@@ -377,7 +361,6 @@ On another machine: ssh -t -L 8170:localhost:8170 user@host python -m llmx ui DI
         "RUN_DIR | user@host:RUN",
         "Asks a running run to save a checkpoint and to end, as Ctrl-C in its terminal does, and\n"
         "waits for it. Over ssh the other machine needs rsync. `resume` continues the run.",
-        Runs.HERE,
         "llmx.observe.control:stop",
         words=(_SSH_CONFIG,),
         arguments=(Argument("shown", "location", "RUN"),),
@@ -394,7 +377,6 @@ running.""",
         "that have finished and resumes the one that was interrupted. A recipe names values\n"
         "(model=...); STAGE.KEY=VALUE is for one stage, any other word for all of them. Ends with\n"
         "a table of the stages. Own recipes: conf/pipeline/rlhf.yaml is an example.",
-        Runs.HERE,
         "llmx.cli.pipeline",
         words=(
             Word("run_dir=", "directory of the pipeline", "DIR", takes="directory"),
@@ -415,8 +397,8 @@ running.""",
         "Prints what differs between two runs: config, environment, outcome, and every logged\n"
         "loss. Draws both loss curves into one picture. Also takes runs that are still training\n"
         "or have failed.",
-        Runs.PROCESS,
         "llmx.observe.compare",
+        own_process=True,
         words=(
             Word("--out", "file of the picture (default: in RUN_B)", "FILE.png", takes="path"),
             _WIDTH,
@@ -429,8 +411,8 @@ running.""",
         "RUN_DIR [--step N] [--out DIR] [--check]",
         "Writes a checkpoint as a Hugging Face model directory. RUN_DIR may also be one of the\n"
         "checkpoints of a run, or with --to onnx or gguf a Hugging Face model directory.",
-        Runs.PROCESS,
         "llmx.cli.export",
+        own_process=True,
         words=(
             Word("--step", "step of the checkpoint (default: the newest usable)", "N", takes="step", number=_whole(0, 10**9)),
             Word("--out", "directory to write (default: RUN/export/step-N); must not exist", "DIR", takes="path"),
@@ -454,8 +436,8 @@ model in that format, and compare it with transformers before the directory gets
         "Reports on a run: prints tables, and writes loss.png and report.html in its directory.\n"
         "Of a sweep, prints the table and writes sweep.csv, sweep.md and sweep.html there.\n"
         "Also takes runs that are still training or have failed.",
-        Runs.PROCESS,
         "llmx.observe.report.command",
+        own_process=True,
         words=(
             Word("--out", "directory for the files of a sweep (default: its own directory)", "DIR", takes="directory"),
             Word("--objective", "metric that ranks the trials, e.g. tokens_per_s or eval/loss", "NAME"),
@@ -471,8 +453,9 @@ model in that format, and compare it with transformers before the directory gets
         "how many records were used, truncated or dropped, and why. The prepared data is cached\n"
         "for the training. With out, near or decontaminate it prepares nothing: it removes rows,\n"
         "and writes the other ones, mixed by weight and split, as a new file.",
-        Runs.CONFIG,
         "llmx.cli.data",
+        own_process=True,
+        interrupted="the next preparation starts again.",
         words=(
             Word("preview=", "show N samples token by token, with target tokens marked", "N"),
             Word("split=", "prepare only the training or only the evaluation data", "SPLIT", ("train", "eval")),
@@ -496,8 +479,8 @@ model in that format, and compare it with transformers before the directory gets
         "Trains a tokenizer on the text of the data and writes it to a directory for\n"
         "model.tokenizer=DIR. Checks that AutoTokenizer loads it and that decoding restores the\n"
         "text.",
-        Runs.CONFIG,
         "llmx.data.tokenize.train",
+        own_process=True,
         trains=False,
         overrides=True,
         section="tokenizer",
@@ -515,8 +498,8 @@ model in that format, and compare it with transformers before the directory gets
         "prompt is rendered as in training (of a MODEL by its chat template; without one it is\n"
         "plain text), and a completion ends where it ends in the evaluation of the run. Without a\n"
         "prompt, prompts are read from the terminal, one a line.",
-        Runs.PROCESS,
         "llmx.cli.generate",
+        own_process=True,
         words=(
             *_SAMPLING,
             Word("--n", "completions per prompt", "N", number=_whole(1, 10000), default=1),
@@ -556,8 +539,8 @@ how it ended. After an interruption the same command continues from OUT.partial.
         "or sound, and that differ from all seeds and earlier rows. With --url the model is the\n"
         "name of one that a server with OpenAI's interface has; its key is in OPENAI_API_KEY.\n"
         "Type the same command again to continue. Needs llmx[data].",
-        Runs.PROCESS,
         "llmx.cli.synthesize",
+        own_process=True,
         words=(
             Word("--seeds", "rows with an instruction and an answer", "FILE", takes="path"),
             Word("--out", "file for the new rows", "FILE.jsonl", takes="path"),
@@ -587,8 +570,8 @@ how it ended. After an interruption the same command continues from OUT.partial.
         "answers that appear while they are generated. Greedy unless an option of sampling is\n"
         "given; on the GPU where there is one, in the precision of the model's files. Where the\n"
         "input is no terminal, every line of it is a message, and the answers go to stdout.",
-        Runs.PROCESS,
         "llmx.cli.chat",
+        own_process=True,
         words=(
             *_SAMPLING,
             Word("--system", "system prompt (default: the run's data.system)", "TEXT"),
@@ -619,8 +602,8 @@ how it ended. After an interruption the same command continues from OUT.partial.
         "one GPU, or the CPU. Measured are the loss, the perplexity and what the task measures,\n"
         "by the code that evaluates during training; and with --generate exact match, ROUGE and\n"
         "metrics of your own on greedy completions.",
-        Runs.PROCESS,
         "llmx.cli.evaluate",
+        own_process=True,
         words=(
             Word("--model", "use this model of the run (default: RUN/model)", "DIR", takes="directory"),
             Word("--generate", "also generate completions for N prompts of the data", "N", number=_COUNT),
@@ -662,8 +645,8 @@ Metrics on completions (--generate N completes the first N prompts, greedily)
         "its base. The precision is that of the model's files, the chat template that of\n"
         "training, the GPUs as few of this machine as hold the weights. Words behind -- are\n"
         "passed to vLLM.",
-        Runs.PROCESS,
         "llmx.cli.serve",
+        own_process=True,
         words=(
             Word("--print", "only print the command"),
             Word("--name", "name of the model for clients (default: that of the directory)", "NAME"),
@@ -687,7 +670,6 @@ Metrics on completions (--generate N completes the first N prompts, greedily)
         "Explains a key (type, range, default, meaning, example), a group (its options and keys),\n"
         "an option (its file), a command, or the environment variables. For a part of a name it\n"
         "lists the matches.",
-        Runs.HERE,
         "llmx.cli.help",
         words=(_CONFIG_DIR,),
         arguments=(Argument("topic", "topics", "TOPIC", "*"),),
@@ -706,7 +688,6 @@ Metrics on completions (--generate N completes the first N prompts, greedily)
         'of your shell, or add it to the start-up file: bash eval "$(llmx completion bash)"\n'
         '(~/.bashrc) zsh eval "$(llmx completion zsh)" (~/.zshrc, after compinit) fish llmx\n'
         "completion fish | source (~/.config/fish/config.fish)",
-        Runs.HERE,
         "llmx.cli.completion",
         arguments=(Argument("shell", "shells", "SHELL", "*"),),
         examples=("python -m llmx completion bash",),

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from llmx.cli.commands import COMMANDS, HELP, HYDRA_WORDS, Command, Word
 from llmx.compose.words import Words
-from llmx.config.groups import ALIASES, CONF, GROUPS, PIPELINES, SWEEPS, first_comment
+from llmx.config.groups import ALIASES, CONF, GROUPS, PIPELINES, SWEEPS, first_comment, options
 from llmx.errors import ConfigError, did_you_mean
 
 SHELLS = ("bash", "zsh", "fish")
@@ -71,7 +71,7 @@ def _candidates(before: list[str], current: str) -> Iterator[Candidate]:
     command = COMMANDS[name or "train"]
     flags = (*command.words, *(HYDRA_WORDS if command.overrides else (HELP,)))
 
-    flag = _flag_before(flags, before)
+    typed, directories, flag = _read(arguments, flags)
     if flag is not None:
         yield from _values_of(flag, current, arguments)
         return
@@ -87,7 +87,7 @@ def _candidates(before: list[str], current: str) -> Iterator[Candidate]:
         return
     if not before:
         yield from (Candidate(name, command.line) for name, command in COMMANDS.items())
-    bare = [word for word in _bare(arguments, flags) if "=" not in word or Path(word).is_dir()]
+    bare = [word for word in typed if "=" not in word or Path(word).is_dir()]
     yield from _arguments(command, len(bare), current)
     for word in command.words:
         if word.name.endswith("=") and current.startswith(word.name):
@@ -97,7 +97,7 @@ def _candidates(before: list[str], current: str) -> Iterator[Candidate]:
         if word.name.endswith("="):
             yield Candidate(word.name, word.line)
     if command.overrides and (bare or not command.arguments):
-        yield from _overrides(current, _config_dirs(before))
+        yield from _overrides(current, directories)
 
 
 def _arguments(command: Command, num_typed: int, current: str) -> Iterator[Candidate]:
@@ -208,13 +208,11 @@ def _override_values(name: str, value: str, config_dirs: Sequence[Path]) -> Iter
 
 
 def _options(name: str, value: str, config_dirs: Sequence[Path]) -> Iterator[Candidate]:
-    from llmx.cli.help import all_options
-
     group, head = ALIASES.get(name, name), value[: value.rfind(",") + 1]
     if group not in GROUPS:
         return
     listed = set(head.split(","))
-    for option, line in all_options(group, config_dirs).items():
+    for option, line in options(group, config_dirs).items():
         if option not in listed:
             yield Candidate(f"{name}={head}{option}", line)
 
@@ -229,33 +227,20 @@ def _values_of(word: Word, value: str, arguments: Sequence[str]) -> Iterator[Can
         yield from map(Candidate, word.choices)
 
 
-def _flag_before(flags: Iterable[Word], before: Sequence[str]) -> Word | None:
-    """The flag whose value is being typed; None where it is no such place."""
-    last = before[-1] if before else ""
-    flag = next((word for word in flags if word.name == last and last.startswith("-")), None)
-    return flag if flag is not None and flag.value else None
-
-
-def _bare(words: Sequence[str], flags: Iterable[Word]) -> list[str]:
-    """Words that are neither a flag nor the value of one."""
-    takes = {word.name for word in flags if word.value and word.name.startswith("-")}
-    bare, unread = [], list(words)
-    while unread:
-        word = unread.pop(0)
-        if word in takes:
-            unread[:1] = []
-        elif not word.startswith("-"):
-            bare.append(word)
-    return bare
-
-
-def _config_dirs(words: Sequence[str]) -> list[Path]:
-    directories = []
-    for at, word in enumerate(words):
+def _read(words: Sequence[str], flags: Iterable[Word]) -> tuple[list[str], list[Path], Word | None]:
+    """The bare words, the directories of ``--config-dir``, and the flag whose value comes next."""
+    by_name = {flag.name: flag for flag in flags if flag.name.startswith("-")}
+    bare, directories, open_flag = list[str](), list[Path](), None
+    for word in words:
         option, equal, value = word.partition("=")
-        if option == "--config-dir":
-            directories.append(value if equal else "".join(words[at + 1 : at + 2]))
-    return [Path(directory).expanduser() for directory in directories if directory]
+        flag = open_flag or by_name.get(option)
+        value, awaits = (word, False) if open_flag else (value, not equal)
+        if flag and flag.name == "--config-dir" and value:
+            directories.append(Path(value).expanduser())
+        open_flag = flag if flag and flag.value and awaits else None
+        if flag is None and not word.startswith("-"):
+            bare.append(word)
+    return bare, directories, open_flag
 
 
 def _runs(*, sweeps: bool = False) -> list[str]:

@@ -1,47 +1,31 @@
 """``python -m llmx data``: prepare the data, report on its records, and show samples.
 
-    python -m llmx data task=sft data=file data.path=chats.jsonl model=...
-    python -m llmx data preview=3 ...      # samples token by token
-    python -m llmx data split=eval preview=1 ...
-    python -m llmx data out=clean.jsonl near=0.8 ...   # llmx.cli.data_out
-
-Run as ``python -m llmx.cli.data CONFIG.yaml [preview=N] [split=train|eval]``. A histogram of
-the rows' lengths is shown of each store.
+A histogram of the rows' lengths is shown of each store. With ``out=`` and its like,
+``llmx.cli.data_out`` does the work.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from llmx.cli import data_out
-from llmx.config import Experiment, experiment_from_dict
+from llmx.config import Experiment
 from llmx.config.build import shown
 from llmx.data import SampleStore
 from llmx.data.store.summary import draw_histogram, lost_rows, print_samples, report
-from llmx.errors import ConfigError, exit_code
+from llmx.errors import ConfigError
 from llmx.offline import stay_offline_if_unreachable
 from llmx.plan.geometry import position_limit
-from llmx.run.rundir import load_yaml
 from llmx.tasks import prepare, task_of, tokenizer_of
 from llmx.text import printable
 
 
-def main(argv: Sequence[str]) -> int:
-    """Exit code 0, or that of the error, which is printed."""
-    return exit_code(
-        lambda: _run(Path(argv[0]), dict(word.partition("=")[::2] for word in argv[1:])),
-        interrupted="the next preparation starts again.",
-    )
-
-
-def _run(config: Path, own_words: dict[str, str]) -> int:
-    exp = experiment_from_dict(load_yaml(config))
+def run(exp: Experiment, own_words: Mapping[str, str]) -> int:
+    """Prepare, print a table of each split and a preview; returns the exit code."""
     if of_file := sorted(set(own_words) & set(data_out.WORDS)):
         if others := sorted(set(own_words) - set(data_out.WORDS)):
             raise ConfigError(
@@ -98,7 +82,3 @@ def _prepared(exp: Experiment, tokenizer: Any, split: str) -> SampleStore:
     for warning in lost_rows(store.meta, longest=position_limit(exp.model.network)):
         console.print(Text(printable(warning), style="yellow"), soft_wrap=True)
     return store
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

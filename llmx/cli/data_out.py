@@ -1,10 +1,6 @@
 """``python -m llmx data out=FILE.jsonl``: the sources of a config as one file, without the rows
 that should not be trained on.
 
-    python -m llmx data out=clean.jsonl near=0.8 decontaminate=test.jsonl data.path=rows.jsonl
-    python -m llmx data out=mixed.jsonl 'data.sources=[{path: a.jsonl, weight: 2}, {path: b.csv}]'
-    python -m llmx data out=train.jsonl near=0.8 data.path=rows.jsonl data.eval_fraction=0.05
-
 Two readings: the first decides on every row, with a signature of each row that is kept in memory;
 the second writes the records as they were read. Without ``out=`` nothing is written.
 """

@@ -218,12 +218,7 @@ def _examine_hosts(
 def _examine_network(
     report: Report, spec: LaunchSpec, connections: list[Connection], *, bandwidth: bool
 ) -> None:
-    from llmx.launch.agents.mesh import (
-        find_nodes,
-        measure_all_reduce,
-        mesh_problems,
-        probe_mesh,
-    )
+    from llmx.launch.agents.mesh import find_nodes, measure_all_reduce, mesh_problems, probe_mesh
     from llmx.launch.agents.preflight import reserve_port
 
     hosts = spec.plan.hosts

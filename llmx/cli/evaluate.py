@@ -1,9 +1,6 @@
 """Measure a trained model on any data: ``python -m llmx eval RUN|MODEL data=... [key=value] ...``.
 
-Of a run directory it takes the final model, the task and the data; of a Hugging Face model
-directory the model alone. On one process: one GPU, or the CPU. Measured are the loss, the
-perplexity and what the task measures, by the code that evaluates during training; and with
---generate exact match, ROUGE and metrics of your own on greedy completions.
+By the code that evaluates during training.
 """
 
 from __future__ import annotations
@@ -19,13 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmx.cli.target import (
-    Target,
-    find_target,
-    load_network,
-    load_tokenizer,
-    on_device,
-)
+from llmx.cli.target import Target, find_target, load_network, load_tokenizer, on_device
 from llmx.compose.apply_overrides import apply, group_of
 from llmx.compose.overrides import resolve_alias
 from llmx.compose.task_rules import with_chosen_packing
@@ -37,30 +28,15 @@ from llmx.run.metrics.declared import Metric
 from llmx.run.rundir import check_writable, write_json
 from llmx.text import columns, plural, printable
 
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """A model to measure, and the data that it is measured on."""
-
-    target: Target
-    exp: Experiment
-    out: Path
-
-    @property
-    def trained(self) -> Experiment | None:
-        """The experiment as the run was trained; None for a model directory."""
-        return self.target.exp
-
-
-FLAGS = {
-    "task.eval_max_new_tokens": "--max-new-tokens",
-    "task.eval_metrics": "--metrics",
-}
+FLAGS = {"task.eval_max_new_tokens": "--max-new-tokens", "task.eval_metrics": "--metrics"}
 """Keys of the config that are flags of this command."""
 
 
-def measured_of(options: argparse.Namespace) -> Measured:
-    """Raises ConfigError for a directory that is neither, and for a lack of data."""
+def measured_of(options: argparse.Namespace) -> tuple[Target, Experiment, Path]:
+    """The model to measure, the data that it is measured on, and the file of the results.
+
+    Raises ConfigError for a directory that is no model, and for a lack of data.
+    """
     words = [resolve_alias(word) for word in options.overrides]
     for word in words:
         if "=" not in word:
@@ -101,7 +77,7 @@ def measured_of(options: argparse.Namespace) -> Measured:
     # A glob, or a name on the Hub, may be no name of a file.
     name = re.sub(r"[^\w.-]+", "-", Path(data.eval_path or data.path).stem).strip("-") or "data"
     out = target.run.root if target.run else Path()
-    return Measured(target, exp, options.out or out / f"eval-{name}.json")
+    return target, exp, options.out or out / f"eval-{name}.json"
 
 
 PLACES = {"data.path", "data.eval_path", "data.sources"}
@@ -128,9 +104,8 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print, write; returns the exit code."""
     if options.metrics and not options.generate:
         raise ConfigError("--metrics measures completions. Add --generate 100.")
-    measured = measured_of(options)
-    check_writable(measured.out, fix="Set --out FILE.json.")
-    target, exp = measured.target, measured.exp
+    target, exp, out = measured_of(options)
+    check_writable(out, fix="Set --out FILE.json.")
     if exp.task.code_path is not None:  # as the ranks of the run find it
         sys.path.insert(0, exp.task.code_path)
     metrics = options.metrics.split(",") if options.metrics else exp.task.eval_metrics
@@ -159,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"task={task.name} is measured by completions. Add --generate 100.")
     store = prepare(exp.data, exp.seed, tokenizer, task, split="eval")
     of_model = type(task).see_model is not Task.see_model
-    trained = measured.trained
+    trained = target.exp  # as it was trained; None of a model directory
     if type(task).see_data is not Task.see_data and (trained or not of_model):
         # What follows from the training data (the labels), it learns from that of the run.
         training = store
@@ -182,9 +157,9 @@ def run(options: argparse.Namespace) -> int:
     declared = {**DECLARED, **dict(task.metrics)}
     where = f"{plural(len(store), 'sample')} of {exp.data.eval_path or exp.data.path}"
     print(table(values, declared, title=f"{target.directory} on {printable(where)}"))
-    measured.out.parent.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_json(
-        measured.out,
+        out,
         {
             "model": os.path.abspath(target.directory),
             "data": exp.data.eval_path or exp.data.path,
@@ -198,7 +173,7 @@ def run(options: argparse.Namespace) -> int:
             "completions": rows,
         },
     )
-    print(f"\nwritten to {measured.out}")
+    print(f"\nwritten to {out}")
     return 0
 
 

@@ -1,9 +1,5 @@
 """``python -m llmx explain LOG|-|RUN``: why a training failed, from the log of any program.
 
-    python -m llmx explain train.log
-    torchrun train.py 2>&1 | tee train.log | python -m llmx explain -
-    python -m llmx explain outputs/my-run
-
 Of a run it shows the outcome that its supervisor found; where there is none, what its ranks left.
 """
 

@@ -22,12 +22,7 @@ from llmx import text as human
 from llmx.checkpoint import commit, selection
 from llmx.checkpoint.disk import DISK, make_directories, write_file
 from llmx.checkpoint.fragments import FragmentIndex, check_cover
-from llmx.checkpoint.manifest import (
-    MODEL,
-    STATE,
-    CheckpointError,
-    step_of,
-)
+from llmx.checkpoint.manifest import MODEL, STATE, CheckpointError, step_of
 from llmx.checkpoint.model_files import check_model_files, damaged_files
 from llmx.checkpoint.pointers import BEST, read_pointer
 from llmx.checkpoint.selection import ProgressLine, check_all, explain, verify_with_progress

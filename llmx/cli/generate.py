@@ -1,10 +1,4 @@
-"""Complete prompts with a trained model: ``python -m llmx generate RUN|MODEL "What is ...?"``.
-
-Greedy unless an option of sampling is given; on one process. A prompt is rendered exactly as in
-training (of a MODEL by its chat template; without one it is plain text), and a completion ends
-where it ends in the evaluation of the run. Without a prompt, prompts are read from the terminal,
-one a line. --prompts completes a file of them, and goes on where it was interrupted.
-"""
+"""Complete prompts with a trained model: ``python -m llmx generate RUN|MODEL "What is ...?"``."""
 
 from __future__ import annotations
 
@@ -36,19 +30,10 @@ REDRAW_S = 0.05
 """Between two looks at what to show of a completion on a terminal."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """The sampling settings (stop tokens not yet known), ``n`` completions, and their seed."""
-
-    sampling: Sampling
-    n: int
-    seed: int | None
-
-
 def run(options: argparse.Namespace) -> int:
     """Load, complete; returns the exit code."""
     options.prompt += options.behind
-    settings = wanted(options, n=options.n)
+    sampling = sampling_of(options, n=options.n)
     if options.prompts is None:
         if options.out is not None:
             raise ConfigError("--out is where the completions of a file go: add --prompts FILE.")
@@ -61,14 +46,14 @@ def run(options: argparse.Namespace) -> int:
     )
     check_generates(target)
     if options.prompts is None:
-        return _complete(target, options, settings)
+        return _complete(target, options, sampling)
     from llmx.cli.generate_file import complete_file
 
-    return complete_file(target, options, settings)
+    return complete_file(target, options, sampling)
 
 
-def wanted(options: argparse.Namespace, *, n: int = 1) -> Wanted:
-    """The sampling that the options of a command ask for."""
+def sampling_of(options: argparse.Namespace, *, n: int = 1) -> Sampling:
+    """The sampling that the options of a command ask for; its stop tokens are not yet known."""
     drawing = {
         "--n": n > 1,
         "--seed": options.seed is not None,
@@ -84,16 +69,15 @@ def wanted(options: argparse.Namespace, *, n: int = 1) -> Wanted:
             f"{given[0]} has no effect with --temperature 0 (greedy). Set, for example, "
             f"--temperature 0.7, or leave {given[0]} out."
         )
-    sampling = Sampling(
+    return Sampling(
         max_new_tokens=options.max_new_tokens,
         temperature=temperature,
         top_p=options.top_p,
         top_k=options.top_k,
     )
-    return Wanted(sampling, n, options.seed)
 
 
-def _complete(target: Target, options: argparse.Namespace, asked: Wanted) -> int:
+def _complete(target: Target, options: argparse.Namespace, asked: Sampling) -> int:
     from llmx.models.generate import LENGTH, decoder_of, generate
 
     prompts = iter(options.prompt or _lines())
@@ -107,7 +91,7 @@ def _complete(target: Target, options: argparse.Namespace, asked: Wanted) -> int
         prompts = itertools.chain([first], prompts)
     model, tokenizer, stops = load(target)
     layout = layout_of(target, tokenizer, plain=options.plain)
-    sampling = dataclasses.replace(asked.sampling, stop_ids=stops)
+    sampling = dataclasses.replace(asked, stop_ids=stops)
     decoder = decoder_of(model)
     limit = getattr(decoder.config, "max_position_embeddings", None)
     terminal = sys.stdout.isatty()
@@ -131,13 +115,13 @@ def _complete(target: Target, options: argparse.Namespace, asked: Wanted) -> int
             print(f"llmx: {problem}", file=sys.stderr)
             code = ConfigError.exit_code
             continue
-        seeds = _seeds(asked)
+        seeds = _seeds(options.seed, options.n)
         stream = None
-        if terminal and asked.n == 1 and not options.json:
+        if terminal and options.n == 1 and not options.json:
             stream = Stream(decode, stops)
         completions = generate(
             decoder,
-            [ids] * asked.n,
+            [ids] * options.n,
             sampling,
             seeds=seeds,
             on_token=stream.on_token if stream else None,
@@ -158,7 +142,7 @@ def _complete(target: Target, options: argparse.Namespace, asked: Wanted) -> int
             elif stream:
                 stream.end(text)
             else:
-                label = f"[{number + 1}/{asked.n}] " if asked.n > 1 else ""
+                label = f"[{number + 1}/{options.n}] " if options.n > 1 else ""
                 print(label + (printable(text) if terminal else text), flush=True)
             if completion.ended == LENGTH and terminal and not options.json:
                 print(f"(cut: --max-new-tokens {sampling.max_new_tokens})", file=sys.stderr)
@@ -176,13 +160,12 @@ def load(target: Target) -> tuple[Any, Any, frozenset[int]]:
     return model, tokenizer, frozenset(stop_ids(model, tokenizer))
 
 
-def _seeds(asked: Wanted) -> list[int]:
+def _seeds(seed: int | None, n: int) -> list[int]:
     """One seed for each completion. With ``--n 1`` it is the option itself, so that the ``seed`` of
     a line of JSON gives that completion again."""
-    if asked.seed is None:
-        return [secrets.randbits(32) for _ in range(asked.n)]
-    further = [sample_seed(asked.seed, step=0, prompt=0, sample=k) for k in range(1, asked.n)]
-    return [asked.seed, *further]
+    if seed is None:
+        return [secrets.randbits(32) for _ in range(n)]
+    return [seed, *(sample_seed(seed, step=0, prompt=0, sample=k) for k in range(1, n))]
 
 
 _HERE = Where(Path("prompt"), 1, "line")

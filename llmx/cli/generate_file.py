@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from llmx import text as human
-from llmx.cli.generate import Wanted, layout_of, load
+from llmx.cli.generate import layout_of, load
 from llmx.cli.target import Target
 from llmx.data.format.rows import Message
 from llmx.data.format.turns import turns
 from llmx.data.source.records import RecordError, Rejected, Where
 from llmx.errors import ConfigError, DataError
-from llmx.models.sampling import sample_seed
+from llmx.models.sampling import Sampling, sample_seed
 from llmx.run.rundir import is_stream, replacing
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -65,7 +65,7 @@ class Job:
     tokens: tuple[int, ...]
 
 
-def complete_file(target: Target, options: argparse.Namespace, asked: Wanted) -> int:
+def complete_file(target: Target, options: argparse.Namespace, asked: Sampling) -> int:
     """Complete every prompt of ``options.prompts``; the exit code.
 
     Raises:
@@ -78,12 +78,12 @@ def complete_file(target: Target, options: argparse.Namespace, asked: Wanted) ->
     prompts = read_prompts(options.prompts.expanduser())
     settings = {
         "model": os.path.abspath(target.directory),
-        "temperature": asked.sampling.temperature,
-        "top_p": asked.sampling.top_p,
-        "top_k": asked.sampling.top_k,
-        "max_new_tokens": asked.sampling.max_new_tokens,
-        "n": asked.n,
-        "seed": asked.seed,
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": asked.top_k,
+        "max_new_tokens": asked.max_new_tokens,
+        "n": options.n,
+        "seed": options.seed,
         "plain": options.plain,
         "json": options.json,
     }
@@ -91,8 +91,8 @@ def complete_file(target: Target, options: argparse.Namespace, asked: Wanted) ->
     done = 0
     if partial is not out:
         partial.parent.mkdir(parents=True, exist_ok=True)
-        done = _continue(partial, settings, prompts, n=asked.n)
-    if settings["seed"] is None and not asked.sampling.greedy:
+        done = _continue(partial, settings, prompts, n=options.n)
+    if settings["seed"] is None and not asked.greedy:
         settings["seed"] = secrets.randbits(32)
     with partial.open("ab") as stream:
         if partial is not out and not stream.tell():
@@ -172,7 +172,7 @@ def _completions(
     target: Target,
     prompts: list[Prompt],
     options: argparse.Namespace,
-    asked: Wanted,
+    asked: Sampling,
     *,
     done: int,
     seed: int,
@@ -182,12 +182,12 @@ def _completions(
 
     from llmx.models.generate import POSITIONS, decoder_of, generate, takes_left_padding
 
-    total = len(prompts) * asked.n
+    total = len(prompts) * options.n
     if done == total:
         return
     model, tokenizer, stops = load(target)
     layout = layout_of(target, tokenizer, plain=options.plain)
-    sampling = dataclasses.replace(asked.sampling, stop_ids=stops | layout.stop_ids)
+    sampling = dataclasses.replace(asked, stop_ids=stops | layout.stop_ids)
     decoder = decoder_of(model, try_padding=True)
     limit = getattr(decoder.config, "max_position_embeddings", None)
     equal = not takes_left_padding(decoder.config, decoder.attention)
@@ -195,11 +195,11 @@ def _completions(
     for start in range(done, total, TOGETHER):
         jobs: list[Job] = []
         for place in range(start, min(start + TOGETHER, total)):
-            prompt = prompts[place // asked.n]
+            prompt = prompts[place // options.n]
             ids = layout.turns(prompt.messages) if prompt.messages else layout.text(prompt.text)
             if problem := layout.problem(ids, decoder):
-                raise ConfigError(f"{options.prompts}, prompt {place // asked.n + 1}: {problem}")
-            jobs.append(Job(place // asked.n, place % asked.n, tuple(ids)))
+                raise ConfigError(f"{options.prompts}, prompt {place // options.n + 1}: {problem}")
+            jobs.append(Job(place // options.n, place % options.n, tuple(ids)))
         records: dict[Job, dict[str, Any]] = {
             job: {"completion": "", "ended": POSITIONS if job.tokens else "empty"} for job in jobs
         }

@@ -1,10 +1,5 @@
 """``python -m llmx --help`` and ``help TOPIC``, and the page of every key.
 
-    python -m llmx help optim.lr         type, range, default, meaning, an example
-    python -m llmx help zero             its options and all of its keys
-    python -m llmx help zero=stage3      the file of an option
-    python -m llmx help seq_len          a part of a name lists what it may mean
-
 ``make site`` writes the page of every key: ``python -m llmx.cli.help``.
 """
 
@@ -18,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx import __version__
-from llmx.cli.commands import COMMANDS, Word
+from llmx.cli.commands import COMMANDS, HYDRA_WORDS, Word
 from llmx.compose.words import Words
 from llmx.config.groups import (
     ALIASES,
@@ -174,7 +169,7 @@ def help_text() -> str:
     lines += [f"  {name:<12}{command.line}" for name, command in COMMANDS.items()]
     for group in GROUPS:
         lines += ["", f"{group}: {GROUP_LINES[group]}"]
-        lines += _rows([*options(group, directory=CONF).items()], width=HELP_WIDTH)
+        lines += _rows([*options(group).items()], width=HELP_WIDTH)
     sweeps = sorted(SWEEPS.glob("*.yaml"))
     lines += ["", "sweeps: python -m llmx sweep NAME"]
     lines += _rows([(path.stem, first_comment(path)) for path in sweeps], width=HELP_WIDTH)
@@ -232,11 +227,7 @@ def command_help(name: str, *, brief: bool = False) -> str:
     command = COMMANDS[name]
     lines = [f"python -m llmx {name} {command.usage}", "", command.about]
     if command.words:
-        rows = []
-        for word in command.words:
-            head = word.name if word.name.endswith("=") else f"{word.name} "
-            rows.append((f"{head}{word.value}".strip(), _with_choices(word)))
-        lines += ["", *_rows(rows)]
+        lines += ["", *_word_rows(command.words)]
     if command.overrides and not command.notes:
         lines += ["", "Overrides: any group=option and key=value; python -m llmx help lists them."]
     if command.notes:
@@ -249,11 +240,21 @@ def command_help(name: str, *, brief: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _with_choices(word: Word) -> str:
-    """The line of a flag, with the values that it takes where those are a closed set."""
-    if not word.choices or set(word.choices) == {"true", "false"}:
-        return word.line
-    return f"{word.line}; one of {', '.join(word.choices)}"
+def options_help() -> str:
+    """The options of every command that composes a config."""
+    title = "Options of every command that takes a config:"
+    return "\n".join([title, *_word_rows(HYDRA_WORDS)])
+
+
+def _word_rows(words: Sequence[Word]) -> list[str]:
+    """A row for each flag and key, with the values that it takes where those are a closed set."""
+    rows = []
+    for word in words:
+        head = word.name if word.name.endswith("=") else f"{word.name} "
+        is_closed = word.choices and set(word.choices) != {"true", "false"}
+        values = f"; one of {', '.join(word.choices)}" if is_closed else ""
+        rows.append((f"{head}{word.value}".strip(), word.line + values))
+    return _rows(rows)
 
 
 def section_help(name: str, config_dirs: Sequence[Path] = ()) -> str:
@@ -263,7 +264,7 @@ def section_help(name: str, config_dirs: Sequence[Path] = ()) -> str:
     lines = [f"{name}: {about or doc}"]
     if name in GROUPS:
         lines += ["", f"Options: {name}=NAME"]
-        lines += _rows(list(all_options(name, config_dirs).items()))
+        lines += _rows(list(options(name, config_dirs).items()))
     if name in sections():
         lines += ["", *_key_lines(name)]
     return "\n".join(lines)
@@ -292,15 +293,6 @@ def exit_codes_help() -> str:
     """A table of the exit codes."""
     rows = [(str(code), when) for code, when in EXIT_CODES.items()]
     return "\n".join(["Exit codes, of every command", "", *_rows(rows, indent=8)])
-
-
-def all_options(group: str, config_dirs: Sequence[Path] = ()) -> dict[str, str]:
-    """Option -> its line: the shipped ones, and those of the user's directories."""
-    lines = options(group)
-    for directory in config_dirs:
-        of_directory = options(group, directory=directory)
-        lines |= {name: f"{line} ({directory})".lstrip() for name, line in of_directory.items()}
-    return lines
 
 
 def markdown() -> str:
@@ -376,8 +368,7 @@ def _prefix(section: str) -> str:
 def _option(group: str, name: str, config_dirs: Sequence[Path]) -> str:
     if path := find_option(group, name, config_dirs):
         return f"{group}={name}  {path}\n\n{read_text(path)}"
-    names = all_options(group, config_dirs)
-    if group == "zero" and f"stage{name}" in names:
+    if group == "zero" and f"stage{name}" in options(group):
         return _option(group, f"stage{name}", config_dirs)
     if group in OPTIONAL_GROUPS and name == "null":
         return (
@@ -469,28 +460,16 @@ def _rows(rows: Sequence[tuple[str, str]], *, indent: int = 22, width: int = WID
         first = f"  {name:<{indent - 2}}"
         if len(first) > indent or not first.endswith(" "):
             first = f"{first.rstrip()}  "
-        wrapped = textwrap.wrap(
-            text,
-            width,
-            initial_indent=first,
-            subsequent_indent=" " * indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        lines += wrapped or [first.rstrip()]
+        lines += _wrapped(text, first, " " * indent, width) or [first.rstrip()]
     return lines
 
 
-def _wrapped(text: str, indent: str, further: str = "") -> list[str]:
+def _wrapped(text: str, indent: str, further: str = "", width: int = WIDTH) -> list[str]:
     """``text`` in lines; ``further``: the indent of all but the first, where it is another."""
     return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=indent,
-        subsequent_indent=further or indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+        text, width, initial_indent=indent, subsequent_indent=further or indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmx.cli.commands import COMMANDS, Runs
-from llmx.cli.hydra_app import hand_over, run_module
-from llmx.errors import exit_code
+from llmx.cli.commands import COMMANDS
+from llmx.cli.hydra_app import composed_for, run_module, show_config
+from llmx.errors import ConfigError, exit_code
 
 if TYPE_CHECKING:
     from llmx.compose.words import Words
@@ -46,12 +46,11 @@ def _dispatch(argv: list[str]) -> int:
         print(f"llmx {__version__}")
         return 0
     if argv == ["--hydra-help"]:
-        from llmx.cli.words import OPTIONS_HELP
+        from llmx.cli.help import options_help
 
-        print(OPTIONS_HELP, end="")
+        print(options_help())
         return 0
     from llmx.cli.words import parse, split_command
-    from llmx.errors import ConfigError
 
     try:
         Path.cwd()
@@ -70,21 +69,24 @@ def _dispatch(argv: list[str]) -> int:
             # The others wait there for the process of rank 0, which comes back with STARTED.
             os.execv(sys.executable, [sys.executable, "-m", "llmx.external", *argv])
         refuse_several(os.environ)
-    if command.runs == Runs.CONFIG:
-        return hand_over(name, words)
-    if command.runs == Runs.PROCESS:
+    if command.own_process:
         return run_module(__name__, [name, *arguments], takes_ctrl_c=command.takes_ctrl_c)
     return run(name, words)
 
 
 def run(name: str, words: Words) -> int:
-    """Run a command in this process (``module`` or ``module:function``); returns the exit code."""
-    module, _, function = COMMANDS[name].module.partition(":")
-    return int(getattr(importlib.import_module(module), function or "run")(words))
+    """Run a command in this process; returns the exit code."""
+    command, given = COMMANDS[name], tuple[object, ...]([words])
+    module, _, function = command.module.partition(":")
+    if command.own_process and command.overrides:
+        if words.show:
+            return show_config(words)
+        given = composed_for(name, words), words.own
+    return int(getattr(importlib.import_module(module), function or "run")(*given))
 
 
 def run_here(name: str, argv: Sequence[str]) -> int:
-    """Run a command of flags in this process; returns the exit code."""
+    """Run a command that has a process of its own in this one; returns the exit code."""
     from llmx.cli.words import parse
 
     command = COMMANDS[name]

@@ -1,11 +1,6 @@
 """``python -m llmx pipeline NAME|FILE.yaml``: runs that build on each other, one after another.
 
-    python -m llmx pipeline rlhf_demo                         # conf/pipeline/rlhf_demo.yaml
-    python -m llmx pipeline rlhf model=Qwen/Qwen3-0.6B sft=a.jsonl reward=b.jsonl ppo=c.jsonl
-
-Each stage is an ordinary run in a directory of its own. All are composed and planned before the
-first one starts. The same command, typed again, skips stages that have finished and resumes the one
-that was interrupted.
+Each stage is an ordinary run in a directory of its own; a recipe is a file of ``conf/pipeline``.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def run(words: Words, *, stream: TextIO | None = None) -> int:
     if len(names) > 1:
         return compare(words, names, stream=out)
     dry = words.but(overrides=(*words.overrides, "dry_run=true"))
-    typed = checked(dry).words[:-1]
+    typed = checked(dry)[:-1]
     keys = {word.lstrip("+").partition("=")[0] for word in typed}
     if words.multirun or words.show or keys & _WRITES or "dry_run=true" in words.overrides:
         return train(dry)

@@ -1,9 +1,7 @@
 """Serve a trained model with vLLM: ``python -m llmx serve RUN|MODEL``.
 
-Prints it, and where vLLM is installed becomes it: an HTTP server with OpenAI's interface on port
-8000, for programs of this machine (``-- --host 0.0.0.0``: of others, too). An adapter is served on
-its base. The precision is that of the model's files, the chat template that of training, the GPUs
-as few of this machine as hold the weights.
+Prints the command, and where vLLM is installed becomes it: a server for programs of this machine
+(``-- --host 0.0.0.0``: of others, too).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from llmx.cli.commands import COMMANDS, HYDRA_WORDS, Command, Number, Runs
+from llmx.cli.commands import COMMANDS, HYDRA_WORDS, Command, Number
 from llmx.compose.overrides import resolve_alias
 from llmx.compose.user_files import FILES
 from llmx.compose.words import Words
@@ -37,17 +37,9 @@ _REFUSED = {
     "--shell-completion": "completion is printed by python -m llmx completion bash|zsh|fish",
     "--version": "give it alone: python -m llmx --version",
 }
-OPTIONS = ("--multirun", "--cfg", "--resolve", "--package", "--info", "--config-dir")
-OPTIONS_HELP = """\
-Options of every command that takes a config:
-  -m, --multirun      comma lists become a sweep: -m zero=stage2,stage3
-  --config-dir DIR    a directory with your own groups: DIR/hardware/mine.yaml
-  --cfg job           print the composed config (also: hydra, all)
-  --package GROUP     only this part of it
-  --resolve           with the values of ${...}
-  --info [all]        how it was composed (also: config, defaults, defaults-tree, plugins,
-                      searchpath)
-"""
+OPTIONS = {
+    word.name: word for word in HYDRA_WORDS if word.name not in ("--help", "-m", "--version")
+}
 
 
 def split_command(argv: Sequence[str], commands: Sequence[str]) -> tuple[str, list[str]]:
@@ -117,7 +109,7 @@ def _of_config(name: str, argv: Sequence[str]) -> Words:
             raise ConfigError(
                 f"{shown(key)}: no such option.{hint} Options: {', '.join(options_here)}."
             )
-        takes_value = option in ("--package", "--config-dir") or option in _PRINTS
+        takes_value = OPTIONS[option].value != ""
         if equal and not takes_value:
             raise ConfigError(f"{shown(word)}: {option} takes no value.")
         # --cfg and --info may stand before an override, without their value.
@@ -133,7 +125,9 @@ def _of_config(name: str, argv: Sequence[str]) -> Words:
     if [argument.kind for argument in command.arguments] == ["run"] and len(bare) != 1:
         typed = f" Given: {', '.join(bare)}." if bare else ""
         raise ConfigError(f"{name} takes one run directory: python -m llmx {name} RUN_DIR.{typed}")
-    if command.runs == Runs.CONFIG:
+    if command.own_process:
+        if "--multirun" in options:
+            raise ConfigError(f"{name}: takes one config; a sweep (-m) is for training.")
         _check_own(command, overrides)
     return Words(
         **{flag.removeprefix("--"): is_set for flag, is_set in switches.items()},
@@ -141,7 +135,7 @@ def _of_config(name: str, argv: Sequence[str]) -> Words:
         own=keys,
         overrides=tuple(overrides),
         multirun="--multirun" in options,
-        show=tuple(_to_print(options)),
+        show=dict(_to_print(options)),
         config_dir=_directory(options.get("--config-dir")),
     )
 
@@ -160,8 +154,8 @@ def _directory(directory: str | None) -> str | None:
     return directory
 
 
-def _to_print(options: Mapping[str, str]) -> Iterator[str]:
-    """Hydra's words for printing a config instead of starting anything."""
+def _to_print(options: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The options for printing a config instead of starting anything, with their values."""
     for name, allowed in _PRINTS.items():
         if name in options:
             value = options[name] or allowed[0]
@@ -170,14 +164,14 @@ def _to_print(options: Mapping[str, str]) -> Iterator[str]:
                     f"{name} {shown(value)}: must be one of {', '.join(allowed)}."
                     f"{did_you_mean(value[:100], allowed)}"
                 )
-            yield from (name, value)
+            yield name, value
     for name in ("--resolve", "--package"):
         if name in options:
             if "--cfg" not in options:
                 raise ConfigError(f"{name}: only together with --cfg job.")
             if name == "--package" and not re.fullmatch(r"[\w.]+", options[name]):
                 raise ConfigError("--package: names a part of the config, e.g. --package optim.")
-            yield from filter(None, (name, options[name]))
+            yield name, options[name]
 
 
 def _check_own(command: Command, overrides: Sequence[str]) -> None:
@@ -250,7 +244,7 @@ class _Parser(argparse.ArgumentParser):
 def _of_flags(name: str, words: Sequence[str]) -> Words:
     """The words of a command that has flags and arguments alone."""
     command = COMMANDS[name]
-    if command.runs == Runs.PROCESS and command.arguments and not words:
+    if command.own_process and command.arguments and not words:
         needed = (argument.metavar for argument in command.arguments if not argument.count)
         raise ConfigError(
             f"{name} needs {' and '.join(needed)}: python -m llmx {name} {command.usage}"

@@ -48,14 +48,14 @@ def apply(
     fresh = to_dict(Experiment())
     base = {k: fresh[k] if k in chosen else value for k, value in to_dict(exp).items()}
     node = OmegaConf.create(_escaped(base))
-    for key in free_mappings(Experiment):
+    for key in free_mappings():
         OmegaConf.set_struct(OmegaConf.select(node, key), False)
     defaults: list[Any] = [f"{_SNAPSHOT}_values", {"hardware/devices": None}]
     defaults += [{group: None} for group in GROUPS if group != "experiment"]
     store = ConfigStore.instance()
     store.store(name=f"{_SNAPSHOT}_values", node=node)
     store.store(name=_SNAPSHOT, node={"defaults": [*defaults, "_self_"]})
-    words = check_overrides(overrides, config_dirs=config_dirs).words
+    words = check_overrides(overrides, config_dirs=config_dirs)
     if "hardware" in chosen:
         words.insert(0, "hardware/devices=catalogue")
     elif any(word.startswith("hardware.hosts") for word in words):

@@ -161,19 +161,16 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
     hardware, rollout = with_rollout_hosts(resolve_hardware(hardware), exp.rollout)
     all_here = _all_here(exp.launch, hardware)
     data, model, problems = local_paths(exp.data, exp.model, all_here=all_here)
-    task = with_code_path(exp.task)
-    task, about = _with_model_sources(task, seq_len=data.seq_len, all_here=all_here)
-    problems += about
-    _, about = _model_directory(
-        model.path,
-        "model.path",
-        weights=model.init == "pretrained" and all_here,
-        config=model.kind == "hf",
+    task, of_task = _with_model_sources(
+        with_code_path(exp.task), seq_len=data.seq_len, all_here=all_here
     )
-    problems += about
-    if not about:
-        model, about = with_network(model)
-        problems += about
+    needs_weights, needs_config = model.init == "pretrained" and all_here, model.kind == "hf"
+    _, of_model = _model_directory(
+        model.path, "model.path", weights=needs_weights, config=needs_config
+    )
+    if not of_model:
+        model, of_model = with_network(model)
+    problems += [*of_task, *of_model]
     run_dir = absolute(exp.run_dir) if exp.run_dir else ""
     name = exp.name or (Path(run_dir).name if run_dir else "")
     exp = replace(
@@ -376,7 +373,7 @@ def _model_directory(
     return values, problems
 
 
-# ruff: noqa: PTH110, PTH111, PTH112, PTH117, PTH119, PTH120, PTH207 - os.path takes any text;
+# ruff: noqa: PTH110, PTH111, PTH112, PTH113, PTH117, PTH119, PTH120, PTH207 - os.path takes any text;
 # pathlib raises for long names and for ~nobody
 
 
@@ -440,70 +437,65 @@ class _Paths:
     def source(self, path: str, where: str) -> str:
         """Resolve a source of data: a file, a directory, a glob, ``demo``, or a data set of the
         Hub."""
-        if path == "demo" or path in self._former:
+        if path == "demo":
             return path
         if not path:
             self.problems.append(f"{where} is empty. Name a file, a directory or a Hub id.")
             return path
-        if path.startswith(HUB):
-            if not _DATASET_ID.fullmatch(path[len(HUB) :]) and not os.path.exists(path[len(HUB) :]):
-                self.problems.append(
-                    f"{where}={shown(path)}: a data set of the Hub is {HUB}owner/name."
-                )
-            return path
         full = absolute(path)
-        if os.path.exists(full):
-            if self._all_here and (problem := _unreadable(Path(full))):
-                self.problems.append(f"{where}={shown(path)}: {problem}.")
+        if path not in self._former and glob.has_magic(path) and not os.path.exists(full):
+            self._check_glob(path, where)
             return full
-        if glob.has_magic(path):
-            matches = list(itertools.islice(glob.iglob(full, recursive=True), _MOST_FILES))
-            files = [file for file in map(Path, matches) if file.is_file()]
-            unread = next((file for file in files if name_problem(file)), None)
-            if unread is not None and self._all_here:
-                self.problems.append(
-                    f"{where}={shown(path)}: {shown(unread.name)} matches it: "
-                    f"{name_problem(unread)}."
-                )
-            elif not files and self._must_exist(path) and len(matches) < _MOST_FILES:
-                at = _seen_from(path)
-                self.problems.append(f"{where}={shown(path)}: no file matches it{at}. Correct it.")
-            return full
-        is_id = _DATASET_ID.fullmatch(path) and not path.startswith((".", "~"))
-        is_file = type_of(Path(path)) is not None
-        if is_id and not is_file and not os.path.isdir(os.path.dirname(full)):
-            return path
-        if self._must_exist(path):
-            hub = f" A data set of the Hub is {HUB}owner/name." if is_id else ""
-            self.problems.append(_missing(where, path) + hub)
-        return full
+        found = self._resolved(path, where, _DATASET_ID, "data set")
+        is_here = self._all_here and found == full and os.path.exists(full)
+        if is_here and (problem := _unreadable(Path(full))):
+            self.problems.append(f"{where}={shown(path)}: {problem}.")
+        return found
 
     def model(self, path: str, where: str) -> str:
         """Resolve a model or a tokenizer: a directory, ``demo``, or an id of the Hub."""
-        if path in self._former or (path == "demo" and where == "model.tokenizer"):
+        if path == "demo" and where == "model.tokenizer":
             return path
-        if path.startswith(HUB):
-            # For a name whose first part is a directory here, too.
-            if not _MODEL_ID.fullmatch(path[len(HUB) :]):
-                self.problems.append(
-                    f"{where}={shown(path)}: a model of the Hub is {HUB}owner/name."
-                )
-            return path[len(HUB) :]
-        full = absolute(path)
-        if os.path.isdir(full):
-            return full
-        if os.path.exists(full):
+        found = self._resolved(path, where, _MODEL_ID, "model")
+        if os.path.isabs(found) and os.path.isfile(found):
             self.problems.append(
                 f"{where}={shown(path)}: is a file. Give the directory that it is in."
             )
+        return found.removeprefix(HUB)
+
+    def _resolved(self, path: str, where: str, hub_id: re.Pattern[str], noun: str) -> str:
+        """The absolute path of what lies here; an id of the Hub as it was typed."""
+        if path in self._former:
+            return path
+        full, name = absolute(path), path.removeprefix(HUB)
+        if name != path:  # for an id whose first part is a directory here, too
+            if not hub_id.fullmatch(name) and not (noun == "data set" and os.path.exists(name)):
+                self.problems.append(
+                    f"{where}={shown(path)}: a {noun} of the Hub is {HUB}owner/name."
+                )
+            return path
+        if os.path.exists(full):
             return full
-        is_id = _MODEL_ID.fullmatch(path) and not path.startswith((".", "~"))
-        if is_id and ("/" not in path or not os.path.isdir(os.path.dirname(full))):
+        is_id = hub_id.fullmatch(path) and not path.startswith((".", "~"))
+        is_file = noun == "data set" and type_of(Path(path)) is not None
+        if is_id and not is_file and ("/" not in path or not os.path.isdir(os.path.dirname(full))):
             return path
         if self._must_exist(path):
-            hub = f" A model of the Hub is {HUB}{path}." if is_id else ""
+            hub = f" A {noun} of the Hub is {HUB}{path}." if is_id else ""
             self.problems.append(_missing(where, path) + hub)
         return full
+
+    def _check_glob(self, path: str, where: str) -> None:
+        matches = list(itertools.islice(glob.iglob(absolute(path), recursive=True), _MOST_FILES))
+        files = [file for file in map(Path, matches) if file.is_file()]
+        unread = next((file for file in files if name_problem(file)), None)
+        if unread is not None and self._all_here:
+            problem = f"{shown(unread.name)} matches it: {name_problem(unread)}."
+        elif not files and self._must_exist(path) and len(matches) < _MOST_FILES:
+            problem = f"no file matches it{_seen_from(path)}. Correct it."
+        else:
+            return
+        self.problems.append(f"{where}={shown(path)}: {problem}")
 
     def _must_exist(self, path: str) -> bool:
         return self._all_here or not os.path.isabs(os.path.expanduser(path))

@@ -56,10 +56,6 @@ def _optimizer_reads(setting: str) -> Callable[[Experiment], bool]:
     return lambda exp: setting in optimizer_of(exp.optim.kind).reads
 
 
-def _schedule(*names: str) -> Callable[[Experiment], bool]:
-    return lambda exp: exp.optim.schedule in names
-
-
 def _form(*forms: str) -> Callable[[Experiment], bool]:
     return lambda exp: exp.data.form in ("auto", *forms) or bool(exp.data.sources)
 
@@ -121,10 +117,10 @@ RULES = (
     Rule("optim.muon_lr optim.muon_momentum optim.muon_adjust_lr", _optimizer_reads("muon_lr"), "with this optim.kind", "optim=muon"),
     Rule("optim.warmup_fraction", lambda exp: exp.optim.warmup_steps is None, "beside optim.warmup_steps", "optim.warmup_steps=null"),
     Rule("optim.min_lr_ratio optim.decay_end_fraction", lambda exp: exp.optim.schedule != "constant", "with optim.schedule=constant", "optim.schedule=cosine"),
-    Rule("optim.decay_fraction optim.decay_shape", _schedule("wsd"), "with this optim.schedule", "optim.schedule=wsd"),
-    Rule("optim.decay_power", _schedule("polynomial"), "with this optim.schedule", "optim.schedule=polynomial"),
-    Rule("optim.cycles", _schedule("cosine_restarts"), "with this optim.schedule", "optim.schedule=cosine_restarts"),
-    Rule("optim.start_lr_ratio", _schedule("one_cycle"), "with this optim.schedule", "optim.schedule=one_cycle"),
+    Rule("optim.decay_fraction optim.decay_shape", lambda exp: exp.optim.schedule == "wsd", "with this optim.schedule", "optim.schedule=wsd"),
+    Rule("optim.decay_power", lambda exp: exp.optim.schedule == "polynomial", "with this optim.schedule", "optim.schedule=polynomial"),
+    Rule("optim.cycles", lambda exp: exp.optim.schedule == "cosine_restarts", "with this optim.schedule", "optim.schedule=cosine_restarts"),
+    Rule("optim.start_lr_ratio", lambda exp: exp.optim.schedule == "one_cycle", "with this optim.schedule", "optim.schedule=one_cycle"),
     Rule("launch.sync_extra launch.sync_exclude", lambda exp: exp.launch.sync == "rsync", "with launch.sync=none", "launch=rsync"),
     Rule("launch.slurm", lambda exp: exp.launch.transport == "slurm" or exp.hardware.kind == "slurm", "with this launch.transport", "launch=slurm"),
     Rule("launch.queue", lambda exp: exp.launch.transport != "slurm", "with Slurm, which queues jobs itself", "launch=default"),

@@ -7,7 +7,7 @@ is passed on.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
 import os
 import re
@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from llmx.compose.overrides import quoted
 from llmx.config import Experiment, experiment_from_dict, to_dict
-from llmx.config.build import hints_of
+from llmx.config.build import schema_fields
 from llmx.config.groups import CONF, GROUPS, key_problem, no_such_option, shown
-from llmx.errors import ConfigError, did_you_mean
+from llmx.errors import ConfigError, LlmxError, did_you_mean
 from llmx.text import file_name
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+_READERS = ("hydra", "omegaconf", "antlr4")
 
 
 def explain_hydra(error: Exception, overrides: Sequence[str] = ()) -> str:
@@ -130,24 +132,16 @@ def _node() -> typing.Any:
     # `data=file` without a path would silently train on the demo.
     values["data"]["path"] = "???"
     node = OmegaConf.create(values)
-    for key in free_mappings(Experiment):
+    for key in free_mappings():
         # `launch.env.NCCL_DEBUG=INFO` is no typo, and needs no `+`.
         OmegaConf.set_struct(OmegaConf.select(node, key), False)
     return node
 
 
 @functools.cache
-def free_mappings(cls: type, prefix: str = "") -> list[str]:
+def free_mappings() -> list[str]:
     """Dotted keys of the schema's fields that are mappings with keys of the user's choice."""
-    keys: list[str] = []
-    hints = hints_of(cls)
-    for field in dataclasses.fields(cls):
-        hint = hints[field.name]
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            keys += free_mappings(hint, f"{prefix}{field.name}.")
-        elif typing.get_origin(hint) is dict:
-            keys.append(prefix + field.name)
-    return keys
+    return [key for key, hint, _ in schema_fields() if typing.get_origin(hint) is dict]
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -155,40 +149,62 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
     choice is one value."""
     for name, value in values.items():
         key = f"{prefix}.{name}" if prefix else str(name)
-        if isinstance(value, dict) and key not in free_mappings(Experiment):
+        if isinstance(value, dict) and key not in free_mappings():
             yield from leaves(value, key)
         else:
             yield key, value
+
+
+@contextlib.contextmanager
+def hydra_for(
+    typed: Sequence[str], config_dirs: Sequence[str] = ()
+) -> Iterator[tuple[Any, list[str]]]:
+    """Hydra with the groups of llmx, and the word that adds those of ``config_dirs``.
+
+    ``typed``: the words of the user, for messages. ConfigError for what Hydra refuses.
+    """
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    register_defaults()
+    places = [f"file://{os.path.abspath(os.path.expanduser(d))}" for d in config_dirs]  # noqa: PTH111
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF), job_name="llmx", version_base="1.3"):
+            words = [f"hydra.searchpath={quoted(places)}"] if places else []
+            yield GlobalHydra.instance().hydra, words
+    except (HydraException, OmegaConfBaseException, RecursionError) as error:
+        raise ConfigError(explain_hydra(error, typed)) from error
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+        if isinstance(error, LlmxError) or not _of_hydra(error):
+            raise
+        raise ConfigError(explain_hydra(error, typed)) from error
+
+
+def _of_hydra(error: BaseException) -> bool:
+    """Whether Hydra, or a library that it reads configs with, raised the error: then a word is
+    wrong, and there is no defect here."""
+    last, trace = "", error.__traceback__
+    while trace is not None:
+        package = str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0]
+        if package in (*_READERS, "llmx", "hydra_plugins"):
+            last = package
+        trace = trace.tb_next
+    return last in _READERS
 
 
 def composed_values(
     config: str, overrides: Sequence[str], *, typed: Sequence[str], config_dirs: Sequence[str] = ()
 ) -> tuple[dict[str, Any], str]:
     """The values that Hydra composes from a config of its store or of ``conf/``, and the directory
-    that a run gets where ``run_dir`` names none. Nothing is made.
+    that a run gets where ``run_dir`` names none. Nothing is made."""
+    from hydra import compose
 
-    ``typed``: the words of the user, for messages. ConfigError for what Hydra refuses.
-    """
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    words = list(overrides)
-    if config_dirs:
-        places = [f"file://{os.path.abspath(os.path.expanduser(d))}" for d in config_dirs]  # noqa: PTH111
-        words.insert(0, f"hydra.searchpath={quoted(places)}")
-    GlobalHydra.instance().clear()
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            composed = compose(config, overrides=words, return_hydra_config=True)
-            return resolved(composed, lambda hydra: hydra.run.dir)
-    except (
-        HydraException, OmegaConfBaseException, RecursionError,
-        ValueError, TypeError, KeyError, AttributeError, AssertionError,
-    ) as error:  # fmt: skip
-        raise ConfigError(explain_hydra(error, list(typed))) from error
+    with hydra_for(typed, config_dirs) as (_, places):
+        composed = compose(config, overrides=[*places, *overrides], return_hydra_config=True)
+        return resolved(composed, lambda hydra: hydra.run.dir)
 
 
 def resolved(

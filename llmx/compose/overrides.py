@@ -11,7 +11,7 @@ import math
 import re
 import typing
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,22 +89,13 @@ def _is_rewritten(word: str) -> bool:
     return not WHOLE.fullmatch(word.strip())
 
 
-@dataclass(frozen=True)
-class Checked:
-    """Overrides that Hydra composes."""
-
-    words: list[str]
-    fixed: tuple[str, ...]
-    """The keys that it does not."""
-
-
 def check_overrides(
     words: Sequence[str],
     *,
     multirun: bool = False,
     config_dirs: Sequence[str] = (),
     commands: Sequence[str] = (),
-) -> Checked:
+) -> list[str]:
     """The words as Hydra takes them; ConfigError for the first that cannot be read, or with all
     that Hydra would refuse.
 
@@ -137,10 +128,15 @@ def check_overrides(
         check_user_files([(group, shown(name)) for group, name in choices], directories)
     if multirun:
         _check_sweep([override for _, override in accepted.values()])
-    return Checked(
-        [word for word, _ in accepted.values()],
-        tuple(o.key_or_group for _, o in accepted.values() if not o.is_sweep_override()),
-    )
+    return [word for word, _ in accepted.values()]
+
+
+def fixed_keys(words: Sequence[str]) -> list[str]:
+    """The keys and groups of the words that have one value in all trials of a sweep."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parsed = OverridesParser.create().parse_overrides(list(words))
+    return [override.key_or_group for override in parsed if not override.is_sweep_override()]
 
 
 def _parsed(word: str, commands: Sequence[str]) -> Any:

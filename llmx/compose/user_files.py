@@ -7,11 +7,9 @@ is explained at once.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
-import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,16 +24,14 @@ from llmx.config.groups import (
     counterpart,
     find_option,
     hydra_problem,
-    lookup,
     no_such_option,
-    option_names,
     shown,
 )
 from llmx.config.schema import Experiment
-from llmx.config.yaml_files import check_texts, read_text, read_values, read_yaml
+from llmx.config.yaml_files import check_key, read_text, read_values, read_yaml
 from llmx.errors import ConfigError
 
-_ENTRY = re.compile(r"^(?:override\s+|optional\s+)*(?P<root>/)?(?P<group>[\w/-]+)(?:@.*)?$")
+_ENTRY = re.compile(r"(?P<words>((override|optional)\s+)*)(?P<root>/)?(?P<group>[\w/-]+)(@.*)?$")
 _MAX_FILES = 1000
 FILES = (".yaml", ".yml", ".json")
 """Endings of what is taken for a file of the user's. JSON is only explained."""
@@ -131,13 +127,12 @@ def _checked(path: Path, group: str, directories: Sequence[Path]) -> list[tuple[
             if where.partition(".")[0] == "hydra":
                 _check_hydra(path, where, key, value)
                 continue
-            check_keys(path, where, key, value)
-            check_texts(path, value, lookup(where)[0])
+            check_key(path, where, key, value)
     return choices
 
 
 def _check_hydra(path: Path, where: str, key: yaml.Node, value: yaml.Node) -> None:
-    """``check_keys`` for keys of Hydra's own."""
+    """``check_key`` for keys of Hydra's own."""
     if isinstance(value, yaml.MappingNode):
         for inner, item in value.value:
             _check_hydra(path, f"{where}.{inner.value}", inner, item)
@@ -156,90 +151,48 @@ def _package(path: Path, group: str) -> str | None:
     return None if header[1].startswith("_") else header[1]
 
 
-def check_keys(path: Path, where: str, key: yaml.Node, value: yaml.Node) -> None:
-    """ConfigError with file and line where the dotted key ``where``, or one below it, is none of
-    the schema's. ``key``, ``value``: its nodes in the file."""
-    hint, problem = lookup(where)
-    kind = typing.get_origin(hint)
-    if not _is_open(value):
-        if (dataclasses.is_dataclass(hint) or kind is dict) and not isinstance(
-            value, yaml.MappingNode
-        ):
-            problem = f"{where} must be a mapping: lines of name: value below it."
-        elif kind is list and not isinstance(value, yaml.SequenceNode):
-            problem = f"{where} must be a list: lines that begin with - below it."
-    if problem:
-        raise ConfigError(f"{path}, line {key.start_mark.line + 1}: {problem}")
-    # The names in a mapping of values are the user's, dots and all.
-    has_keys = dataclasses.is_dataclass(typing.get_args(hint)[-1] if kind else hint)
-    entries = {where: value}
-    if kind is list and isinstance(value, yaml.SequenceNode):
-        entries = {f"{where}.{index}": entry for index, entry in enumerate(value.value)}
-    for place, entry in entries.items():
-        if isinstance(entry, yaml.MappingNode) and has_keys:
-            for inner, item in entry.value:
-                if inner.value != "<<":
-                    check_keys(path, f"{place}.{inner.value}", inner, item)
-
-
-def _is_open(node: yaml.Node) -> bool:
-    """Whether a value is set elsewhere: null, ``???`` or an interpolation."""
-    return isinstance(node, yaml.ScalarNode) and (
-        node.tag.endswith(":null") or node.value == "???" or "${" in node.value
-    )
-
-
 def _defaults(
     path: Path, group: str, node: yaml.Node, directories: Sequence[Path]
 ) -> Iterator[tuple[str, str]]:
     """The choices of a defaults list; ConfigError for one that does not exist."""
-    if not isinstance(node, yaml.SequenceNode):
-        raise ConfigError(
-            f"{path}, line {node.start_mark.line + 1}: defaults is a list, e.g. "
-            "- override /zero: stage3."
+    is_list = isinstance(node, yaml.SequenceNode)
+    for entry in node.value if is_list else [node]:
+        place, chosen, override, names = (
+            f"{path}, line {entry.start_mark.line + 1}",
+            "",
+            "",
+            [entry],
         )
-    for entry in node.value:
-        line = entry.start_mark.line + 1
-        if isinstance(entry, yaml.ScalarNode):
-            if entry.value != "_self_":
-                parent, _, name = f"{group}/{entry.value}".rpartition("/")
-                yield _existing(path, line, parent, name, directories, entry.value)
-            continue
-        pairs = entry.value if isinstance(entry, yaml.MappingNode) else []
-        match = _ENTRY.match(str(pairs[0][0].value)) if len(pairs) == 1 else None
-        if match is None:
+        if is_list and isinstance(entry, yaml.ScalarNode):
+            if entry.value == "_self_":
+                continue
+            chosen = group
+        elif isinstance(entry, yaml.MappingNode) and len(entry.value) == 1:
+            key, value = entry.value[0]
+            names = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            if match := _ENTRY.match(str(key.value)):
+                override, chosen = match["words"], match["group"]
+                chosen = chosen if match["root"] else f"{group}/{chosen}"
+        if not chosen:
             raise ConfigError(
-                f"{path}, line {line}: an entry of defaults is - override /GROUP: OPTION, "
-                "- OPTION or - _self_."
+                f"{place}: an entry of defaults is - override /GROUP: OPTION, - OPTION or - _self_."
             )
-        key, value = pairs[0]
-        chosen = match["group"] if match["root"] else f"{group}/{match['group']}"
-        if match["root"] and chosen in GROUPS and "override" not in key.value:
+        last = chosen.rpartition("/")[2]
+        if last in GROUPS and last != group and "override" not in override:
             raise ConfigError(
-                f"{path}, line {line}: the config already has the group {chosen}. Write "
-                f"- override /{chosen}: {shown(value.value)}."
+                f"{place}: a group of the config is chosen by override. Write - override /{last}: "
+                f"{shown(names[0].value)}."
             )
-        names = value.value if isinstance(value, yaml.SequenceNode) else [value]
         if len(names) > 1 and chosen in GROUPS:
             mix = " Mix data sets with data.sources." if chosen == "data" else ""
             raise ConfigError(
-                f"{path}, line {line}: {chosen} takes one option; of several, Hydra keeps the "
-                f"values of the last one.{mix}"
+                f"{place}: {chosen} takes one option; of several, Hydra keeps the values of the "
+                f"last one.{mix}"
             )
         for item in names:
-            name = str(item.value)
-            if item.tag.endswith(":null") or "${" in name or "optional" in key.value:
+            parent, _, name = f"{chosen}/{item.value}".rpartition("/")
+            if item.tag.endswith(":null") or "${" in name or "optional" in override:
                 continue
-            yield _existing(path, line, chosen, name, directories, name)
-
-
-def _existing(
-    path: Path, line: int, group: str, name: str, directories: Sequence[Path], written: str
-) -> tuple[str, str]:
-    if find_option(group, name, directories) is None:
-        if option_names(group, directories):
-            raise ConfigError(f"{path}, line {line}: {no_such_option(group, name, directories)}")
-        last = group.split("/")[-1]
-        hint = f" Write - override /{last}: {shown(written)}." if last in GROUPS else ""
-        raise ConfigError(f"{path}, line {line}: {group}={shown(name)}: no such option.{hint}")
-    return group, name
+            if find_option(parent, name, directories) is None:
+                raise ConfigError(f"{place}: {no_such_option(parent, name, directories)}")
+            yield parent, name

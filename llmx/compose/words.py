@@ -27,8 +27,8 @@ class Words(argparse.Namespace):
     """Its own keys, such as ``step=N``."""
     config_dir: str | None = None
     multirun: bool = False
-    show: Sequence[str] = ()
-    """What to print instead of starting anything, in Hydra's words: ``--cfg job``."""
+    show: Mapping[str, str] = {}
+    """What to print instead of starting anything: ``--cfg`` -> ``job``."""
     behind: Sequence[str] = ()
     """The words behind ``--``."""
 

@@ -69,28 +69,20 @@ def experiment_of_snapshot(values: Any, *, source: str = "config.yaml") -> Exper
 
 def to_dict(experiment: Experiment) -> dict[str, Any]:
     """The experiment as nested plain values, ready for YAML or JSON."""
-    values = dataclasses.asdict(experiment)
-    cls: type = type(experiment)
-    for section, name in _auto_fields(cls):
-        part = values[section] if section else values
+    values, cls = dataclasses.asdict(experiment), typing.cast(type, type(experiment))
+    for *sections, name in _auto_keys(cls):
+        part = values
+        for section in sections:
+            part = part[section]
         if part[name] == AUTO:
             part[name] = "auto"
     return values
 
 
 @cache
-def _auto_fields(cls: type) -> tuple[tuple[str, str], ...]:
-    """(section, name) of each number that takes ``auto``; the section of its own is empty."""
-    parts = {"": cls} | {
-        name: hint for name, hint in hints_of(cls).items() if isinstance(hint, type)
-    }
-    return tuple(
-        (section, field.name)
-        for section, part in parts.items()
-        if dataclasses.is_dataclass(part)
-        for field in dataclasses.fields(part)
-        if "auto" in field.metadata
-    )
+def _auto_keys(cls: type) -> list[list[str]]:
+    """The parts of the key of each number that takes ``auto``."""
+    return [key.split(".") for key, _, field in schema_fields(cls) if "auto" in field.metadata]
 
 
 def without_none(hint: Any) -> tuple[Any, bool]:
@@ -107,15 +99,21 @@ def hints_of(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def known_keys(cls: type = Experiment, prefix: str = "") -> list[str]:
-    """Every dotted key of the schema, in order (groups included)."""
-    keys: list[str] = []
-    hints = hints_of(cls)
+def schema_fields(
+    cls: type = Experiment, prefix: str = ""
+) -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
+    """Dotted key, type and field of all in the schema, in its order, a group before its fields."""
     for field in dataclasses.fields(cls):
-        keys.append(prefix + field.name)
-        if dataclasses.is_dataclass(hints[field.name]):
-            keys += known_keys(hints[field.name], f"{prefix}{field.name}.")
-    return keys
+        key, hint = prefix + field.name, hints_of(cls)[field.name]
+        yield key, hint, field
+        if dataclasses.is_dataclass(hint):
+            yield from schema_fields(typing.cast(type, hint), f"{key}.")
+
+
+@cache
+def known_keys() -> list[str]:
+    """Every dotted key of the schema, in order (groups included)."""
+    return [key for key, _, _ in schema_fields()]
 
 
 def _dataclass(cls: type[T], values: Any, path: str, problems: list[str]) -> T:

@@ -99,31 +99,22 @@ def plain(number: float) -> str:
     return f"{number:g}".replace("e-0", "e-").replace("e+0", "e")
 
 
-def choice(default: str, *options: str) -> Any:
-    """A string field with a closed set of values."""
-    return field(default=default, metadata={"choices": (default, *options)})
+def choice(
+    default: str | None,
+    *options: str,
+    rule: Text | Plugins | None = None,
+    true: str | None = None,
+    false: str | None = None,
+) -> Any:
+    """A string field with a closed set of values.
 
-
-def choice_or(default: str, *options: str, rule: Text | Plugins) -> Any:
-    """A closed set, or any other text that ``rule`` (with a pattern) takes."""
-    return field(default=default, metadata={"choices": (default, *options), "or": rule})
-
-
-def choice_or_flag(default: str, *options: str, true: str, false: str) -> Any:
-    """A closed set that was once a flag: ``true`` and ``false`` still say one of its values."""
-    return field(
-        default=default,
-        metadata={"choices": (default, *options), "flags": {True: true, False: false}},
-    )
-
-
-def choice_or_null(*options: str, true: str | None = None, false: str | None = None) -> Any:
-    """A string field with a closed set of values that is null where it is not set; ``true`` and
-    ``false`` may say one of them."""
-    metadata: dict[str, Any] = {"choices": (None, *options)}
-    if true is not None:
-        metadata["flags"] = {True: true, False: false}
-    return field(default=None, metadata=metadata)
+    ``rule``: takes other texts, too. ``true``, ``false``: the values that these say, in a field
+    that was once a flag.
+    """
+    metadata: dict[str, Any] = {"choices": (default, *options)}
+    metadata |= {} if rule is None else {"or": rule}
+    metadata |= {} if true is None else {"flags": {True: true, False: false}}
+    return field(default=default, metadata=metadata)
 
 
 def choices(*options: str, rule: Plugins | None = None, example: str | None = None) -> Any:
@@ -136,6 +127,11 @@ def choices(*options: str, rule: Plugins | None = None, example: str | None = No
     return field(default_factory=list, metadata=metadata)
 
 
+AUTO = -1
+"""What a number that takes ``auto`` holds until it is chosen by the plan (``llmx.plan.choices``) or
+by the task (``llmx.compose.task_rules``); written and read as ``auto``."""
+
+
 def number(
     default: float | None,
     *,
@@ -144,30 +140,14 @@ def number(
     above: float | None = None,
     below: float | None = None,
     example: float | None = None,
+    auto: bool = False,
 ) -> Any:
-    """A number and its range. ``example``: what a message suggests; default: the default."""
+    """A number and its range; ``auto``: or ``auto``. ``example``: what a message suggests; by
+    default the default."""
     limits = Range(minimum, maximum, above, below)
-    assert default is None or limits.holds(default), (default, limits)
-    return field(default=default, metadata={"range": limits, "example": _first(example, default)})
-
-
-AUTO = -1
-"""What a number that takes ``auto`` holds until it is chosen by the plan (``llmx.plan.choices``) or
-by the task (``llmx.compose.task_rules``); written and read as ``auto``."""
-
-
-def number_or_auto(
-    default: float,
-    *,
-    minimum: float | None = None,
-    maximum: float,
-    above: float | None = None,
-    example: float | None = None,
-) -> Any:
-    """A number and its range, or ``auto``."""
-    limits = Range(minimum, maximum, above)
-    metadata = {"range": limits, "example": _first(example, default), "auto": True}
-    return field(default=default, metadata=metadata)
+    assert default is None or auto or limits.holds(default), (default, limits)
+    metadata = {"range": limits, "example": _first(example, default)}
+    return field(default=default, metadata=metadata | ({"auto": True} if auto else {}))
 
 
 def numbers(

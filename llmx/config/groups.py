@@ -40,10 +40,15 @@ PIPELINES = CONF / "pipeline"
 """Directory of the committed pipelines."""
 
 
-def options(group: str, *, directory: Path | None = None) -> dict[str, str]:
-    """Option name -> its one line, sorted by name."""
-    folder = (directory or CONF) / group
-    return {path.stem: first_comment(path) for path in sorted(folder.glob("*.yaml"))}
+def options(group: str, directories: Sequence[Path] = ()) -> dict[str, str]:
+    """Option name -> its one line, sorted by name; those of the user's own directories behind the
+    shipped ones."""
+    lines = {}
+    for directory in (CONF, *directories):
+        own = f" ({directory})" if directory != CONF else ""
+        for path in sorted((directory / group).glob("*.yaml")):
+            lines[path.stem] = f"{first_comment(path)}{own}".lstrip()
+    return lines
 
 
 def find_option(group: str, name: str, directories: Sequence[Path] = ()) -> Path | None:
@@ -59,13 +64,8 @@ def find_option(group: str, name: str, directories: Sequence[Path] = ()) -> Path
 
 
 def option_names(group: str, directories: Sequence[Path] = ()) -> list[str]:
-    """The options of a group, the user's own with them."""
-    names = {
-        path.stem
-        for directory in (*directories, CONF)
-        for path in (directory / group).glob("*.yaml")
-    }
-    return sorted(names)
+    """The options of a group by name, the user's own with them."""
+    return sorted(options(group, directories))
 
 
 def no_such_option(group: str, name: str, directories: Sequence[Path] = ()) -> str:

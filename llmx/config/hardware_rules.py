@@ -10,12 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from llmx.config.accelerators import ACCELERATORS
-from llmx.config.addresses import (
-    address_problem,
-    canonical,
-    is_loopback,
-    name_problem,
-)
+from llmx.config.addresses import address_problem, canonical, is_loopback, name_problem
 from llmx.config.build import shown
 from llmx.config.schema import DeviceConfig, HardwareConfig, HostConfig, ZeroConfig
 from llmx.errors import did_you_mean

@@ -18,118 +18,71 @@ from llmx.errors import did_you_mean
 LANGUAGE_SECTION = "text_config"
 """The part of a multi-modal model's config that describes its language model."""
 
-_SIZE = Range(1, 2**20)
-_COUNT = Range(1, 10_000)
-_POSITIONS = Range(1, 2**30)
-_SMALL = Range(above=0, maximum=1)
-_DROPOUT = Range(0, below=1)
-
-SIZES = {
-    "hidden_size": _SIZE,
-    "n_embd": _SIZE,
-    "d_model": _SIZE,
-    "word_embed_proj_dim": _SIZE,
-    "head_dim": _SIZE,
-    "intermediate_size": Range(1, 2**24),
-    "ffn_dim": Range(1, 2**24),
-    "n_inner": Range(1, 2**24),
-    "num_hidden_layers": _COUNT,
-    "n_layer": _COUNT,
-    "num_attention_heads": _COUNT,
-    "n_head": _COUNT,
-    "num_key_value_heads": _COUNT,
-    "num_experts": _COUNT,
-    "num_local_experts": _COUNT,
-    "num_experts_per_tok": _COUNT,
+_SIZES = {
+    "hidden_size n_embd d_model word_embed_proj_dim head_dim": Range(1, 2**20),
+    "intermediate_size ffn_dim n_inner": Range(1, 2**24),
+    "num_hidden_layers n_layer num_attention_heads n_head num_key_value_heads": Range(1, 10_000),
+    "num_experts num_local_experts num_experts_per_tok": Range(1, 10_000),
     "vocab_size": Range(1, 2**28),
-    "max_position_embeddings": _POSITIONS,
-    "n_positions": _POSITIONS,
-    "n_ctx": _POSITIONS,
-    "sliding_window": _POSITIONS,
+    "max_position_embeddings n_positions n_ctx sliding_window": Range(1, 2**30),
     "max_window_layers": Range(0, 10_000),
 }
-"""Whole numbers."""
-
-FLOATS = {
-    "rms_norm_eps": _SMALL,
-    "layer_norm_eps": _SMALL,
-    "layer_norm_epsilon": _SMALL,
-    "initializer_range": Range(0, 10),
-    "init_std": Range(0, 10),
+_FLOATS = {
+    "rms_norm_eps layer_norm_eps layer_norm_epsilon": Range(above=0, maximum=1),
+    "initializer_range init_std": Range(0, 10),
     "rope_theta": Range(above=0, maximum=1e12),
-    "attention_dropout": _DROPOUT,
-    "dropout": _DROPOUT,
-    "layerdrop": _DROPOUT,
-    "attn_pdrop": _DROPOUT,
-    "attention_probs_dropout_prob": _DROPOUT,
-    "hidden_dropout_prob": _DROPOUT,
-    "embd_pdrop": _DROPOUT,
-    "resid_pdrop": _DROPOUT,
+    "attention_dropout dropout layerdrop attn_pdrop attention_probs_dropout_prob "
+    "hidden_dropout_prob embd_pdrop resid_pdrop": Range(0, below=1),
 }
-
+SIZES = {name: limits for names, limits in _SIZES.items() for name in names.split()}
+"""The range of each key that is a whole number."""
+FLOATS = {name: limits for names, limits in _FLOATS.items() for name in names.split()}
+"""The range of each key that is a number."""
 FLAGS = (
-    "attention_bias",
-    "do_layer_norm_before",
-    "enable_bias",
-    "layer_norm_elementwise_affine",
-    "mlp_bias",
-    "reorder_and_upcast_attn",
-    "scale_attn_by_inverse_layer_idx",
-    "scale_attn_weights",
-    "tie_word_embeddings",
-    "use_cache",
-    "use_sliding_window",
-)
+    "attention_bias do_layer_norm_before enable_bias layer_norm_elementwise_affine mlp_bias "
+    "reorder_and_upcast_attn scale_attn_by_inverse_layer_idx scale_attn_weights "
+    "tie_word_embeddings use_cache use_sliding_window"
+).split()
 
 MAPPINGS = ("rope_parameters", "rope_scaling", "id2label", "label2id")
 
 ACTIVATIONS = (
-    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python",
-    "gelu_python_tanh", "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear",
-    "mish", "prelu", "quick_gelu", "relu", "relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus",
-    "swish", "tanh", "xielu",
-)  # fmt: skip
-
+    "gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh "
+    "hardswish laplace leaky_relu linear mish prelu quick_gelu relu relu2 relu6 sigmoid silu "
+    "sqrtsoftplus swish tanh xielu"
+).split()
 ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
 
 _ANY = (
-    "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
-    "id2label", "is_encoder_decoder", "label2id", "output_attentions", "output_hidden_states",
-    "pad_token_id", "problem_type", "return_dict", "tie_word_embeddings", "torch_dtype",
-    "transformers_version", "use_cache", "vocab_size", "model_type", "_name_or_path",
-)  # fmt: skip
+    "architectures bos_token_id chunk_size_feed_forward dtype eos_token_id id2label "
+    "is_encoder_decoder label2id output_attentions output_hidden_states pad_token_id problem_type "
+    "return_dict tie_word_embeddings torch_dtype transformers_version use_cache vocab_size "
+    "model_type _name_or_path hidden_size max_position_embeddings num_attention_heads "
+    "num_hidden_layers "
+)
 _LLAMA = (
-    *_ANY, "attention_bias", "attention_dropout", "head_dim", "hidden_act", "hidden_size",
-    "initializer_range", "intermediate_size", "max_position_embeddings", "mlp_bias",
-    "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "pretraining_tp",
-    "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
-)  # fmt: skip
+    "attention_bias attention_dropout head_dim hidden_act initializer_range intermediate_size "
+    "mlp_bias num_key_value_heads pretraining_tp rms_norm_eps rope_parameters rope_scaling "
+    "rope_theta "
+)
 _BERT = (
-    *_ANY, "add_cross_attention", "attention_probs_dropout_prob", "hidden_act",
-    "hidden_dropout_prob", "hidden_size", "initializer_range", "intermediate_size", "is_decoder",
-    "layer_norm_eps", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
-    "type_vocab_size",
-)  # fmt: skip
-KEYS = {
+    "add_cross_attention attention_probs_dropout_prob hidden_act hidden_dropout_prob "
+    "initializer_range intermediate_size is_decoder layer_norm_eps type_vocab_size "
+)
+_KEYS = {
     "llama": _LLAMA,
-    "qwen3": (*_LLAMA, "layer_types", "max_window_layers", "sliding_window", "use_sliding_window"),
-    "gpt2": (
-        *_ANY, "activation_function", "add_cross_attention", "attn_pdrop", "embd_pdrop",
-        "hidden_size", "initializer_range", "layer_norm_epsilon", "max_position_embeddings",
-        "n_ctx", "n_embd", "n_head", "n_inner", "n_layer", "n_positions", "num_attention_heads",
-        "num_hidden_layers", "reorder_and_upcast_attn", "resid_pdrop",
-        "scale_attn_by_inverse_layer_idx", "scale_attn_weights", "summary_activation",
-        "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
-    ),
-    "opt": (
-        *_ANY, "_remove_final_layer_norm", "activation_function", "attention_dropout",
-        "do_layer_norm_before", "dropout", "enable_bias", "ffn_dim", "hidden_size", "init_std",
-        "layer_norm_elementwise_affine", "layerdrop", "max_position_embeddings",
-        "num_attention_heads", "num_hidden_layers", "word_embed_proj_dim",
-    ),
-    "bert": (*_BERT, "classifier_dropout"),
+    "qwen3": f"{_LLAMA} layer_types max_window_layers sliding_window use_sliding_window",
+    "gpt2": "activation_function add_cross_attention attn_pdrop embd_pdrop initializer_range "
+    "layer_norm_epsilon n_ctx n_embd n_head n_inner n_layer n_positions reorder_and_upcast_attn "
+    "resid_pdrop scale_attn_by_inverse_layer_idx scale_attn_weights summary_activation "
+    "summary_first_dropout summary_proj_to_labels summary_type summary_use_proj",
+    "opt": "_remove_final_layer_norm activation_function attention_dropout do_layer_norm_before "
+    "dropout enable_bias ffn_dim init_std layer_norm_elementwise_affine layerdrop "
+    "word_embed_proj_dim",
+    "bert": f"{_BERT} classifier_dropout",
     "megatron-bert": _BERT,
-}  # fmt: skip
+}
+KEYS = {kind: (_ANY + keys).split() for kind, keys in _KEYS.items()}
 """Every key of the configs of the kinds that need no ``path``."""
 
 _OPTIONAL = ("head_dim", "n_inner", "num_key_value_heads", "sliding_window", "word_embed_proj_dim")
@@ -140,7 +93,6 @@ _SAME_AS = {
     "n_head": "num_attention_heads",
     "n_layer": "num_hidden_layers",
 }
-
 _ROTARY = ("llama", "mistral", "qwen2", "qwen3")
 _SPLITS_HIDDEN_SIZE = ("llama", "mistral", "qwen2", "gpt2", "opt", "bert", "megatron-bert")
 """Architectures whose head is as wide as ``hidden_size / heads`` where ``head_dim`` is not set."""

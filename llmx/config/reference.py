@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llmx.config import schema
-from llmx.config.build import hints_of, without_none
+from llmx.config.build import hints_of, schema_fields, without_none
 from llmx.config.fields import AUTO, plain
 
 NAME = "NAME"
@@ -86,7 +86,12 @@ def keys() -> tuple[Key, ...]:
 @functools.cache
 def sections() -> dict[str, str]:
     """Dotted name of each group of keys -> what it is: ``optim``, ``checkpoint.keep``, ..."""
-    return dict(_sections(schema.Experiment, ""))
+    texts = {}
+    for name, hint, _ in schema_fields():
+        types = (hint, *typing.get_args(hint))
+        if section := next(filter(dataclasses.is_dataclass, types), None):
+            texts[name] = _one_paragraph(inspect.getdoc(section) or "")
+    return texts
 
 
 def typed(value: Any) -> str:
@@ -186,19 +191,6 @@ def _words(hint: Any) -> str:
 
 def _plural(words: str) -> str:
     return {"text": "texts", "number": "numbers", "whole number": "whole numbers"}[words]
-
-
-def _sections(cls: type, prefix: str) -> Iterator[tuple[str, str]]:
-    hints = hints_of(cls)
-    for field in dataclasses.fields(cls):
-        hint, name = hints[field.name], prefix + field.name
-        args = typing.get_args(hint)
-        inner = next((arg for arg in (hint, *args) if dataclasses.is_dataclass(arg)), None)
-        if inner is None:
-            continue
-        yield name, _one_paragraph(inspect.getdoc(inner) or "")
-        if inner is hint:
-            yield from _sections(typing.cast(type, inner), f"{name}.")
 
 
 @functools.cache

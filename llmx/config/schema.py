@@ -21,15 +21,11 @@ from llmx.config.fields import (
     Range,
     Text,
     choice,
-    choice_or,
-    choice_or_flag,
-    choice_or_null,
     choices,
     file_path,
     items,
     mapping,
     number,
-    number_or_auto,
     numbers,
     text,
 )
@@ -95,7 +91,7 @@ class ModelConfig:
     license: str | None = text(None, example="apache-2.0")
     """The licence for the model card, an id of the Hub (``apache-2.0``). Null: the licence of the
     base model, if its card names one."""
-    trained_dtype: str | None = choice_or_null("fp32", "bf16", "fp16")
+    trained_dtype: str | None = choice(None, "fp32", "bf16", "fp16")
     """The precision in which the published weights were trained. llmx warns if a model trained in
     bf16 is run in fp16."""
     attention: str = choice(
@@ -110,7 +106,7 @@ class ModelConfig:
     )
     """``auto`` takes the fastest implementation that the devices and the packing allow. The others
     are ``attn_implementation`` of ``transformers``."""
-    activation_checkpointing: str = choice_or_flag(
+    activation_checkpointing: str = choice(
         "none", "selective", "full", "auto", true="full", false="none"
     )
     """Which activations the backward pass recomputes instead of keeping them. ``selective`` keeps
@@ -216,7 +212,7 @@ class SourceConfig:
 
     path: str = file_path("", example="chats.jsonl")
     """A file, a directory, a glob, or a Hub id."""
-    form: str = choice_or("auto", *FORMS, rule=FORMATS)
+    form: str = choice("auto", *FORMS, rule=FORMATS)
     """The format of its rows, as in ``data.form``."""
     text_key: str | None = text(None, example="content")
     """As ``data.text_key``; null: that value."""
@@ -244,7 +240,7 @@ class DataConfig:
     path: str = file_path("demo", example="chats.jsonl")
     """A file, a directory, a glob, or a Hub id (``owner/name``, or ``hub:name``). ``demo`` is the
     bundled data."""
-    form: str = choice_or("auto", *FORMS, rule=FORMATS)
+    form: str = choice("auto", *FORMS, rule=FORMATS)
     """The format of a row. ``auto`` detects it from the keys of the first rows."""
     text_key: str = text("text", example="content")
     """The key or column that contains the text (``form: text``)."""
@@ -273,15 +269,7 @@ class DataConfig:
     """A micro batch is as long as its longest line, rounded up to a multiple of this, and at most
     ``seq_len``. Null: 128 on CUDA, where a small number of shapes is faster, 8 on a CPU."""
     template: str = choice(
-        "auto",
-        "chatml",
-        "llama2",
-        "llama3",
-        "qwen",
-        "alpaca",
-        "vicuna",
-        "human_assistant",
-        "plain",
+        "auto", "chatml", "llama2", "llama3", "qwen", "alpaca", "vicuna", "human_assistant", "plain"
     )
     """``auto`` is the tokenizer's own chat template, or chatml if it has none. ``plain`` adds only
     the EOS token after an answer: for prompts that already contain their markup."""
@@ -369,7 +357,7 @@ class EarlyStoppingConfig:
 class TaskConfig:
     """The task: what is learned, for how long, and how it is evaluated."""
 
-    kind: str = choice_or(
+    kind: str = choice(
         *shipped_tasks(),
         rule=Text(
             pattern=r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*",
@@ -443,7 +431,7 @@ class TaskConfig:
 class ZeroConfig:
     """How DeepSpeed shards the optimizer state (1), the gradients (2), the parameters (3)."""
 
-    stage: int = number_or_auto(2, minimum=0, maximum=3, example=3)
+    stage: int = number(2, auto=True, minimum=0, maximum=3, example=3)
     """0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters. ``zero=stageN``
     sets this and the keys that belong to it. ``zero=auto``: the plan chooses the fastest stage and
     offload that fit (docs/planner.md)."""
@@ -523,8 +511,8 @@ class DeviceConfig:
     host_link_gb_per_s: float = number(0.0, minimum=0, maximum=10**6, example=32)
     """Bandwidth to the memory of its host (PCIe), GB/s in one direction, for the predicted time of
     offloading. 0: that of PCIe 4."""
-    activation_checkpointing: str | None = choice_or_null(
-        "none", "selective", "full", true="full", false="none"
+    activation_checkpointing: str | None = choice(
+        None, "none", "selective", "full", true="full", false="none"
     )
     """``model.activation_checkpointing`` of the ranks on this type of device; null: the run's
     value. For small devices beside large ones, at ZeRO stages 0 to 2 (docs/unequal.md)."""
@@ -641,7 +629,7 @@ class HardwareConfig:
 class OptimConfig:
     """Optimizer, learning rate and schedule. All are functions of the step alone."""
 
-    kind: str = choice_or(*OPTIMIZERS.shipped, rule=OPTIMIZERS)
+    kind: str = choice(*OPTIMIZERS.shipped, rule=OPTIMIZERS)
     """``adamw`` is PyTorch's, as one fused kernel on CUDA and for an offloaded optimizer; it needs
     no compiler. ``cpu_adam`` and ``fused_adam`` are DeepSpeed's extensions. ``lion`` keeps one
     number per parameter instead of two, and needs a learning rate 3 to 10 times smaller. ``muon``
@@ -649,7 +637,7 @@ class OptimConfig:
     AdamW updates the rest. ``adafactor`` keeps one row and one column per matrix; stage 0 only.
     ``adam8bit`` is AdamW with 8-bit moments (``bitsandbytes``): 2 bytes per parameter instead of 8;
     CUDA, stage 0 only."""
-    lr: float = number_or_auto(AUTO, above=0, maximum=1000, example=1e-4)
+    lr: float = number(AUTO, auto=True, above=0, maximum=1000, example=1e-4)
     """The peak learning rate, which is reached at the end of the warm-up. ``auto``: the default of
     the task for pretrained weights, for training from scratch, or for an adapter
     (docs/training.md). A number applies to an adapter, too."""
@@ -673,9 +661,7 @@ class OptimConfig:
     of each layer below is multiplied by ``layer_decay`` again; the embeddings have the lowest. 0.8
     to 0.95 is usual for fine-tuning an encoder. Null: one rate for all."""
     lr_scale: dict[str, float] = mapping(
-        maximum=1000,
-        example="{*.embed_tokens.*: 0.1}",
-        values=Range(above=0, maximum=10**6),
+        maximum=1000, example="{*.embed_tokens.*: 0.1}", values=Range(above=0, maximum=10**6)
     )
     """Factors of the learning rate by patterns of parameter names (``*``, ``?``, ``[0-3]``), in
     addition to ``layer_decay``. If several patterns match a name, their factors are multiplied. A
@@ -720,14 +706,12 @@ class BatchConfig:
     """Samples of one optimizer step. Give this, ``tokens_per_step``, or ``accumulation``."""
     tokens_per_step: int | None = number(None, minimum=1, maximum=10**12, example=2e6)
     """Tokens of one optimizer step, rounded to whole samples of ``data.seq_len``."""
-    micro_batch: int = number_or_auto(1, minimum=1, maximum=2**20, example=4)
+    micro_batch: int = number(1, auto=True, minimum=1, maximum=2**20, example=4)
     """The most samples that the strongest device processes at once. ``auto``: the plan chooses the
     fastest that fits (docs/planner.md)."""
     accumulation: int | None = number(None, minimum=1, maximum=2**20, example=8)
     """Micro steps of one optimizer step."""
-    balance: str = choice_or_flag(
-        "auto", "off", "even", "spec", "measured", true="auto", false="off"
-    )
+    balance: str = choice("auto", "off", "even", "spec", "measured", true="auto", false="off")
     """How the samples of a step are split among the ranks. ``even``: equally. ``spec``: in
     proportion to the speed of each device in its data sheet. ``measured``: in proportion to the
     speed that each rank measures at the start. ``auto``: ``measured`` if device types differ, else
@@ -738,8 +722,7 @@ class BatchConfig:
     faster for good (throttling, another job). The split changes at a step boundary and is kept in
     ``balance.json``; resume and reproduce repeat it. ZeRO stages 0 to 2."""
     weights: dict[str, float] = mapping(
-        example="{a100_40g: 2.5, v100_32g: 1}",
-        values=Range(above=0, maximum=10**6),
+        example="{a100_40g: 2.5, v100_32g: 1}", values=Range(above=0, maximum=10**6)
     )
     """Relative speeds that you know, by host name or device type; 1 for those not named. Only with
     ``balance=auto``."""
@@ -836,7 +819,7 @@ class SlurmConfig:
 class LaunchConfig:
     """How ranks are started on the hosts, watched and stopped."""
 
-    transport: str = choice_or("auto", *TRANSPORTS.shipped, rule=TRANSPORTS)
+    transport: str = choice("auto", *TRANSPORTS.shipped, rule=TRANSPORTS)
     """``auto``: ``local`` if all ranks run on this machine, else ``ssh``. With these llmx's agents
     start the ranks; with ``pdsh``, ``openmpi`` and ``slurm`` DeepSpeed's launcher for it does."""
     sync: str = choice("none", "rsync")

@@ -337,27 +337,9 @@ def _secrets(value: object, key: str = "") -> Iterator[str]:
 
 
 COLUMNS = (
-    "text",
-    "title",
-    "content",
-    "instruction",
-    "input",
-    "output",
-    "history",
-    "system",
-    "tools",
-    "conversations",
-    "messages",
-    "prompt",
-    "response",
-    "label",
-    "chosen",
-    "rejected",
-    "margin",
-    "responses",
-    "answers",
-    "desirable",
-)
+    "text title content instruction input output history system tools conversations messages "
+    "prompt response label chosen rejected margin responses answers desirable"
+).split()
 """Our names of columns: the keys of ``data.columns``."""
 MAPPED = ("prompt", "label", "history")
 """Our names of a labelled row's columns: the keys of ``data.data_map``."""
@@ -366,8 +348,8 @@ MAPPED = ("prompt", "label", "history")
 def data_problems(data: DataConfig) -> Iterator[str]:
     """One message for each name of a column that llmx does not know, and for each second setting of
     the evaluation rows: both would be ignored silently."""
-    ways = {key: getattr(data, key) for key in ("eval_path", "eval_fraction", "eval_samples")}
-    if len(set_keys := [f"data.{key}={value}" for key, value in ways.items() if value]) > 1:
+    settings = {key: getattr(data, key) for key in ("eval_path", "eval_fraction", "eval_samples")}
+    if len(set_keys := [f"data.{key}={value}" for key, value in settings.items() if value]) > 1:
         yield f"{' and '.join(set_keys)}: each says which rows are evaluated. Keep one of them."
     groups = [("data.columns", data.columns, COLUMNS), ("data.data_map", data.data_map, MAPPED)]
     groups += [
@@ -383,14 +365,12 @@ def data_problems(data: DataConfig) -> Iterator[str]:
                 )
 
 
-RESERVED = frozenset(
-    {
-        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "CROSS_RANK",
-        "CROSS_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ENV_FILE", "DS_ACCELERATOR",
-        "LLMX_RUN_TOKEN", "LLMX_GPUS", "LLMX_ROLLOUT_SERVERS", "LLMX_ROLLOUT_LISTEN",
-        "CUDA_VISIBLE_DEVICES", "PDSH_RCMD_TYPE", "PDSH_SSH_ARGS_APPEND",
-    }
-)  # fmt: skip
+RESERVED = (
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_SIZE LOCAL_WORLD_SIZE CROSS_RANK CROSS_SIZE NODE_RANK "
+    "MASTER_ADDR MASTER_PORT DS_ENV_FILE DS_ACCELERATOR LLMX_RUN_TOKEN LLMX_GPUS "
+    "LLMX_ROLLOUT_SERVERS LLMX_ROLLOUT_LISTEN CUDA_VISIBLE_DEVICES PDSH_RCMD_TYPE "
+    "PDSH_SSH_ARGS_APPEND"
+).split()
 """Variables that the launch sets itself."""
 _INSTEAD = {
     "MASTER_ADDR": ", and set hardware.master_addr=ADDRESS",

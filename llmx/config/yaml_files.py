@@ -5,17 +5,18 @@ another text."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 import typing
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from llmx.config.build import hints_of, shown, without_none
+from llmx.config.build import shown, without_none
+from llmx.config.groups import lookup
 from llmx.errors import ConfigError
 
 _MAX_VALUES = 100_000
@@ -60,9 +61,8 @@ def dump_yaml(values: Any, *, width: int = 100) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width)
 
 
-def read_yaml(path: Path, hint: Any = Any) -> yaml.Node | None:
-    """The nodes of a YAML file; ConfigError with file and line for one that cannot be read, or has
-    numbers where ``hint``, the type of its values, has text."""
+def read_yaml(path: Path) -> yaml.Node | None:
+    """The nodes of a YAML file; ConfigError with file and line for one that cannot be read."""
     text = read_text(path)
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -78,7 +78,6 @@ def read_yaml(path: Path, hint: Any = Any) -> yaml.Node | None:
         raise ConfigError(f"{path}: cannot be read as YAML. Is it nested too deeply?") from error
     if node is not None:
         _check_nodes(path, node, itertools.count())
-        check_texts(path, node, hint)
     return node
 
 
@@ -92,39 +91,49 @@ def values_of(node: yaml.Node | None) -> Any:
     return None if node is None else _Loader("").construct_document(node)
 
 
-def check_texts(path: Path, node: yaml.Node, hint: Any) -> None:
-    """Raise ConfigError for a number in the place of a text, by the type of the values, that would
-    become another text; the name of an option is one, too."""
+def check_key(path: Path, where: str, key: yaml.Node, value: yaml.Node) -> None:
+    """Raise ConfigError with file and line where the dotted key ``where`` is none of the schema's,
+    or its value is not of its type. ``key``, ``value``: its nodes in the file."""
+    hint, problem = lookup(where)
+    if problem:
+        raise ConfigError(f"{path}, line {key.start_mark.line + 1}: {problem}")
+    check_value(path, where, value, hint)
+
+
+def check_value(path: Path, where: str, node: yaml.Node, hint: Any) -> None:
+    """Raise ConfigError with file and line for a value that is no mapping or list where its type is
+    one, for a number that would become another text, and for an unknown key below it."""
     hint, _ = without_none(hint)
-    kind, args = typing.get_origin(hint), typing.get_args(hint)
+    kind, args, is_section = typing.get_origin(hint), typing.get_args(hint), is_dataclass(hint)
+    problem = ""
+    if _is_open(node):
+        return
+    if (is_section or kind is dict) and not isinstance(node, yaml.MappingNode):
+        problem = f"{where} must be a mapping: lines of name: value below it."
+    elif kind is list and not isinstance(node, yaml.SequenceNode):
+        problem = f"{where} must be a list: lines that begin with - below it."
+    elif hint is str and node.tag.endswith((":int", ":float")) and not WHOLE.fullmatch(node.value):
+        problem = f"this takes text, and YAML reads {shown(node.value)} as a number. Quote it: "
+        problem += f"'{node.value}'."
+    if problem:
+        raise ConfigError(f"{path}, line {node.start_mark.line + 1}: {problem}")
     if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
+        for key, item in node.value:
             if kind is dict:
-                check_texts(path, key, str)
-            check_texts(path, value, _type_of(key.value, hint))
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            check_texts(path, item, args[0] if kind is list else Any)
-    elif (
-        (hint is str or dataclasses.is_dataclass(hint))
-        and node.tag.endswith((":int", ":float"))
-        and not WHOLE.fullmatch(node.value)
-    ):
-        raise ConfigError(
-            f"{path}, line {node.start_mark.line + 1}: this takes text, and YAML reads "
-            f"{shown(node.value)} as a number. Quote it: '{node.value}'."
-        )
+                check_value(path, where, key, str)
+                check_value(path, f"{where}.{key.value}", item, args[1])
+            elif is_section and key.value != "<<":
+                check_key(path, f"{where}.{key.value}" if where else key.value, key, item)
+    elif kind is list:
+        for index, item in enumerate(node.value):
+            check_value(path, f"{where}.{index}", item, args[0])
 
 
-def _type_of(key: str, hint: Any) -> Any:
-    """The type of the values of a key, with dots or without, in a mapping of a type."""
-    for part in key.split("."):
-        hint, _ = without_none(hint)
-        if typing.get_origin(hint) is dict:
-            return typing.get_args(hint)[1]
-        is_section = dataclasses.is_dataclass(hint)
-        hint = hints_of(typing.cast(type, hint)).get(part, Any) if is_section else Any
-    return hint
+def _is_open(node: yaml.Node) -> bool:
+    """Whether a value is set elsewhere: null, ``???`` or an interpolation."""
+    return isinstance(node, yaml.ScalarNode) and (
+        node.tag.endswith(":null") or node.value == "???" or "${" in node.value
+    )
 
 
 def read_text(path: Path) -> str:

@@ -200,6 +200,6 @@ def load(run: RunDir) -> Experiment:
     try:
         values = load_yaml(run.config)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        read_yaml(run.config, Experiment)  # says what is wrong, and in which line
+        read_yaml(run.config)  # says what is wrong, and in which line
         raise ConfigError(f"{run.config}: cannot be read as YAML. Is the file whole?") from error
     return experiment_of_snapshot(values, source=str(run.config))

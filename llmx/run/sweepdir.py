@@ -42,7 +42,10 @@ NOT_OF_A_SWEEP = (
     *("hydra.sweeper.n_trials=", "hydra.sweeper.n_jobs="),
 )
 """Beginnings of words that may differ when a sweep is continued."""
-OWN_WORDS = ("hydra.sweep.dir=", "hydra.mode=", "hydra.job.config.override_dirname.exclude_keys=")
+OWN_WORDS = (
+    *("hydra.sweep.dir=", "hydra.mode=", "hydra.searchpath="),
+    "hydra.job.config.override_dirname.exclude_keys=",
+)
 """Beginnings of words that llmx and Hydra add themselves."""
 RECORDED = (
     "index", "overrides", "key", "state", "outcome", "cause", "fix", "run_dir", "same_as", "slots",

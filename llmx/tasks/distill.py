@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmx.config import Experiment
-from llmx.config.fields import AUTO, choice, model_source, number, number_or_auto
+from llmx.config.fields import AUTO, choice, model_source, number
 from llmx.data import IGNORE
 from llmx.data.examples import Column, Example, Tokens
 from llmx.data.format.rows import Conversation
@@ -59,7 +59,7 @@ class Options:
     """The student draws the completions of each step, and learns at its own tokens (GKD with
     ``lmbda=1``). Then ``teacher_logits`` is live, ``loss`` is by default ``reverse_kl``, and there
     is no hard loss."""
-    max_new_tokens: int = number_or_auto(AUTO, minimum=1, maximum=2**24, example=256)
+    max_new_tokens: int = number(AUTO, auto=True, minimum=1, maximum=2**24, example=256)
     """On-policy, the most tokens of a completion; fewer where ``data.seq_len`` leaves less room.
     ``auto`` is 256, or half of ``data.seq_len`` where that is less."""
     teacher_logits: str = choice("stored", "live")

@@ -13,7 +13,6 @@ from llmx.config.fields import (
     items,
     model_source,
     number,
-    number_or_auto,
     text,
 )
 from llmx.tasks.rewards import BUILT_IN, reward_problems
@@ -65,7 +64,7 @@ class RolloutOptions:
     reward, too."""
     reward_model_weight: float = number(1.0, minimum=-(10**6), maximum=10**6)
     """The weight of its score in the sum."""
-    max_new_tokens: int = number_or_auto(AUTO, minimum=1, maximum=2**24, example=256)
+    max_new_tokens: int = number(AUTO, auto=True, minimum=1, maximum=2**24, example=256)
     """The most tokens of a completion; fewer where ``data.seq_len`` leaves less room. ``auto`` is
     256, or half of ``data.seq_len`` where that is less."""
     temperature: float = number(1.0, minimum=0.01, maximum=100)

@@ -17,7 +17,7 @@ from unittest import mock
 import yaml
 
 from llmx.__main__ import main
-from llmx.cli.commands import COMMANDS, Runs
+from llmx.cli.commands import COMMANDS
 from llmx.cli.main import run_here
 
 NASTY: tuple[Any, ...] = (
@@ -48,15 +48,7 @@ WORDS: dict[str, tuple[list[str], ...]] = {
     "sweep": (["dry_run=true"],),
 }  # fmt: skip
 """Command -> words behind the run directory."""
-SHARES = {
-    "eval": 3,
-    "generate": 3,
-    "export": 3,
-    "report": 2,
-    "status": 2,
-    "resume": 2,
-    "reproduce": 2,
-}
+SHARES = {"eval": 3, "generate": 3, "export": 3, "report": 2, "status": 2, "resume": 2, "reproduce": 2}  # fmt: skip
 
 
 def finished_run(root: Path) -> Path:
@@ -71,36 +63,22 @@ def finished_run(root: Path) -> Path:
 
     exp = experiment(root, ranks=1)
     run, tokenizer = write_run(exp), tokenizer_of(exp)
-    small_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512).save_pretrained(
-        run.final_model
-    )
+    model = small_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
+    model.save_pretrained(run.final_model)
     tokenizer.save_pretrained(run.final_model)
     save_model(
-        run,
-        make_model(LLAMA),
-        6,
-        tokenizer=lambda directory: tokenizer.save_pretrained(directory) and None,
+        run, make_model(LLAMA), 6, tokenizer=lambda place: tokenizer.save_pretrained(place) and None
     )
     write_text(run.config, dump_config(exp))
     write_identity(run)
     tracked_run.append(run, tracked_run.lines())
     write_json(run.result, tracked_run.result())
-    write_json(
-        run.samples, {"rows": [{"prompt": "a", "expected": "b", "before": "c", "after": "d"}]}
-    )
-    write_json(
-        run.tables,
-        {
-            "step": 6,
-            "tables": [
-                {"title": "Confusion: a by b", "rows": ["a"], "columns": ["a"], "values": [[1.0]]}
-            ],
-        },
-    )
-    write_json(
-        run.provenance,
-        {"git": {"commit": "0" * 40, "diff": "", "untracked": {}}, "packages": {"torch": "2"}},
-    )
+    sample = {"prompt": "a", "expected": "b", "before": "c", "after": "d"}
+    table = {"title": "Confusion: a by b", "rows": ["a"], "columns": ["a"], "values": [[1.0]]}
+    git = {"commit": "0" * 40, "diff": "", "untracked": {}}
+    write_json(run.samples, {"rows": [sample]})
+    write_json(run.tables, {"step": 6, "tables": [table]})
+    write_json(run.provenance, {"git": git, "packages": {"torch": "2"}})
     write_json(
         run.supervisor, {"state": "finished", "attempt": 1, "pid": 1, "host": "x", "time": 0.0}
     )
@@ -113,21 +91,13 @@ def make_after(rng: random.Random) -> tuple[list[str], dict[str, bytes], str]:
     words = list(rng.choice(WORDS[command]))
     files = {"rows.jsonl": b'{"prompt": "a", "response": "b"}\n' * 3}
     if command in ("tune", "sweep"):
-        text = (
-            rng.choice(CONTENT)
-            if rng.random() < 0.5
-            else yaml.safe_dump({"grid": {"optim.lr": [rng.choice(NASTY)]}}).encode()
-        )
-        files["mine.yaml"] = text
-        named = (
-            ["mine.yaml", "hardware=cpu2"]
-            if command == "sweep"
-            else ["hardware=cpu2", f"batch.micro_batch={rng.choice(['1', 'x', '1,2'])}"]
-        )
-        return [command, *named, *words], files, "after"
-    place = rng.choices(
-        ["base", "base/model", "base/checkpoints/step-00000006", "base/config.yaml"], [12, 2, 1, 1]
-    )[0]
+        grid = yaml.safe_dump({"grid": {"optim.lr": [rng.choice(NASTY)]}}).encode()
+        files["mine.yaml"] = rng.choice([grid, rng.choice(CONTENT)])
+        axis = f"batch.micro_batch={rng.choice(['1', 'x', '1,2'])}"
+        named = "mine.yaml" if command == "sweep" else axis
+        return [command, "hardware=cpu2", named, *words], files, "after"
+    places = ["base", "base/model", "base/checkpoints/step-00000006", "base/config.yaml"]
+    (place,) = rng.choices(places, [12, 2, 1, 1])
     return [command, place, *words], files, "after"
 
 
@@ -140,22 +110,10 @@ def damage(root: Path, rng: random.Random) -> str:
             break
         small = [path for path in paths if path.suffix in (".json", ".yaml", ".jsonl")]
         path = rng.choice(small or paths) if rng.random() < 0.7 else rng.choice(paths)
-        how = rng.choice(
-            [
-                _cut,
-                _flip,
-                _replace,
-                _mutate,
-                _mutate,
-                _mutate,
-                _remove,
-                _link,
-                _directory,
-                _remove_parent,
-            ]
-        )
-        how(path, rng)
-        done.append(f"{how.__name__} {path.relative_to(root)}")
+        others = (_cut, _flip, _replace, _remove, _link, _directory, _remove_parent)
+        harm = rng.choice([*[_mutate] * 3, *others])
+        harm(path, rng)
+        done.append(f"{harm.__name__} {path.relative_to(root)}")
     return "; ".join(done)
 
 
@@ -166,9 +124,8 @@ def _cut(path: Path, rng: random.Random) -> None:
 def _flip(path: Path, rng: random.Random) -> None:
     data = bytearray(path.read_bytes() or b"x")
     for _ in range(rng.choice([1, 1, 8])):
-        data[rng.randrange(min(len(data), rng.choice([16, 4096, len(data)])))] ^= (
-            1 << rng.randrange(8)
-        )
+        at = rng.randrange(min(len(data), rng.choice([16, 4096, len(data)])))
+        data[at] ^= 1 << rng.randrange(8)
     path.write_bytes(data)
 
 
@@ -228,7 +185,7 @@ def call(argv: list[str]) -> int:
     command, *words = argv
     with mock.patch.object(sys, "stdin", io.StringIO("hello\n/save chat.jsonl\n/exit\n")):
         try:
-            if COMMANDS[command].runs == Runs.PROCESS:
+            if COMMANDS[command].own_process:
                 return run_here(command, words)
             return main(argv)
         except SystemExit as error:  # of argparse

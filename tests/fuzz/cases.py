@@ -42,24 +42,7 @@ HYDRA = (
 CHEAP = ("hardware=cpu2", "hardware=a100x8", "hardware=a100x2_v100x2", "zero=stage3", "zero=3", "zero_stage=1",
          "model=tiny", "data=demo", "task=pretrain", "batch=default", "seed=1", "precision=auto", "optim=sgd",
          "experiment=demo", "experiment=null", "tracking=csv", "launch=rsync", "checkpoint=frequent")  # fmt: skip
-WORDS = (
-    "train",
-    "plan",
-    "status",
-    "help",
-    "sweep",
-    "nonsense",
-    "plna",
-    "=",
-    "==",
-    "a",
-    "-",
-    "--",
-    "---",
-    "-x",
-    "--nope",
-    "",
-)
+WORDS = (*"train plan status help sweep nonsense plna = == a - -- --- -x --nope".split(), "")
 
 
 Made = tuple[list[str], dict[str, bytes], str]
@@ -126,22 +109,15 @@ def mutate(rng: random.Random, text: str) -> str:
 
 def key(rng: random.Random) -> str:
     """A dotted key or a group, right or nearly so."""
-    draw = rng.random()
-    if draw < 0.62:
-        found = rng.choice(known_keys())
-    elif draw < 0.72:
-        found = rng.choice(GROUPS)
-    elif draw < 0.84:
-        found = f"model.config.{rng.choice(MODEL_KEYS)}"
-    elif draw < 0.88:
-        found = f"{rng.choice(['launch', 'hardware'])}.env.{rng.choice(ENV)}"
-    elif draw < 0.92:
-        found = f"hardware.devices.{rng.choice(['a100_80g', 'mine'])}.{rng.choice(DEVICE)}"
-    elif draw < 0.95:
-        found = rng.choice(["data.columns.text", "data.label_names.0", "data.sources.0.path",
-                            "zero.extra.zero_optimization.x", "zero.extra.a", "hardware.hosts.0.slots"])  # fmt: skip
-    else:
-        found = rng.choice(HYDRA)
+    inner = ["data.columns.text", "data.label_names.0", "data.sources.0.path", "zero.extra.a",
+             "zero.extra.zero_optimization.x", "hardware.hosts.0.slots"]  # fmt: skip
+    kinds = [
+        rng.choice(known_keys()), rng.choice(GROUPS), f"model.config.{rng.choice(MODEL_KEYS)}",
+        f"{rng.choice(['launch', 'hardware'])}.env.{rng.choice(ENV)}",
+        f"hardware.devices.{rng.choice(['a100_80g', 'mine'])}.{rng.choice(DEVICE)}",
+        rng.choice(inner), rng.choice(HYDRA),
+    ]  # fmt: skip
+    (found,) = rng.choices(kinds, [62, 10, 12, 4, 4, 3, 5])
     return mutate(rng, found) if rng.random() < 0.12 else found
 
 
@@ -176,9 +152,8 @@ def _options(rng: random.Random) -> Made:
                              "--experimental-rerun", "--shell-completion", "--help", "-h", "--nope", "--multi"])  # fmt: skip
         words.append(mutate(rng, option) if rng.random() < 0.1 else option)
         if rng.random() < 0.6:
-            words.append(
-                rng.choice(["job", "hydra", "all", "optim", "defaults", ".", "nowhere", value(rng)])
-            )
+            parts = ["job", "hydra", "all", "optim", "defaults", ".", "nowhere", value(rng)]
+            words.append(rng.choice(parts))
     rest = _words(rng, 2) if rng.random() < 0.5 else []
     line = [*words, *rest] if rng.random() < 0.5 else [*rest, *words]
     return ["plan", *line], {}, "options"
@@ -202,27 +177,22 @@ def _broken(rng: random.Random, text: str) -> bytes:
     data = text.encode()
     lines = text.splitlines(keepends=True)
     at = rng.randrange(len(lines)) if lines else 0
+    added = (
+        b"name: caf\xe9\n",
+        b"\x00\x01\x02",
+        b"nope: 1\n",
+        b"- a\n",
+        b"a: b: c\n",
+        b"x: 'open\n",
+        b"x: *nope\n",
+    )
     return rng.choice([
-        data,
-        data,
+        data, data, text.encode("utf-16"), b"\xef\xbb\xbf" + data, b"- a\n- b\n", b"just words\n", b"",
         text.replace("  ", "\t", 1).encode(),
-        text.replace("}", "", 1).encode(),
-        text.replace("]", "", 1).encode(),
-        text.replace(":", "", 1).encode(),
+        *(text.replace(mark, "", 1).encode() for mark in "}]:"),
         "".join([*lines[:at], *lines[at : at + 1] * 2, *lines[at + 1 :]]).encode(),
-        b"\xef\xbb\xbf" + data,
-        text.encode("utf-16"),
-        data + b"name: caf\xe9\n",
-        data + b"\x00\x01\x02",
         bytes(rng.randrange(256) for _ in range(40)),
-        data + b"nope: 1\n",
-        data + b"- a\n",
-        data + b"a: b: c\n",
-        data + b"x: 'open\n",
-        data + b"x: *nope\n",
-        b"- a\n- b\n",
-        b"just words\n",
-        b"",
+        *(data + end for end in added),
         mutate(rng, text).encode(errors="surrogatepass"),
         mutate(rng, mutate(rng, text)).encode(errors="surrogatepass"),
     ])  # fmt: skip
@@ -246,18 +216,10 @@ def _user_yaml(rng: random.Random) -> Made:
             "utf-8", "replace"
         ).decode()
     name = rng.choice(["mine", "mine", "mine", "mime"])
-    argv = [
-        "plan",
-        "--config-dir",
-        rng.choice(["own", "own", "own", "./own", "nowhere"]),
-        f"{group}={name}",
-        "hardware=cpu2",
-    ]
-    return (
-        [*argv, *(_words(rng, 1) if rng.random() < 0.3 else [])],
-        {f"own/{group}/mine.yaml": _broken(rng, text)},
-        "yaml",
-    )
+    place = rng.choice(["own", "own", "own", "./own", "nowhere"])
+    argv = ["plan", "--config-dir", place, f"{group}={name}", "hardware=cpu2"]
+    argv += _words(rng, 1) if rng.random() < 0.3 else []
+    return argv, {f"own/{group}/mine.yaml": _broken(rng, text)}, "yaml"
 
 
 def _hardware_yaml(rng: random.Random) -> Made:
@@ -265,27 +227,12 @@ def _hardware_yaml(rng: random.Random) -> Made:
                     for _ in range(rng.randrange(0, 4)))  # fmt: skip
     text = f"# Lab.\nname: lab\nhosts:\n{hosts}"
     if rng.random() < 0.5:
-        name = rng.choice(
-            [
-                "ssh_port",
-                "user",
-                "interface",
-                "slots",
-                "device",
-                "env",
-                "master_addr",
-                "devices",
-                "hosts",
-                "nope",
-            ]
-        )
+        names = "ssh_port user interface slots device env master_addr devices hosts nope"
+        name = rng.choice(names.split())
         text += f"{name}: {value(rng)}\n".encode("utf-8", "replace").decode()
     content = _broken(rng, text) if rng.random() < 0.4 else text.encode()
-    return (
-        ["plan", "--config-dir", "own", "hardware=lab"],
-        {"own/hardware/lab.yaml": content},
-        "hardware",
-    )
+    argv = ["plan", "--config-dir", "own", "hardware=lab"]
+    return argv, {"own/hardware/lab.yaml": content}, "hardware"
 
 
 def _host(rng: random.Random) -> str:
@@ -299,19 +246,14 @@ def _hostfile(rng: random.Random) -> Made:
         slots = rng.choice(["slots=2", "slots=2", "slots=8", "slots=0", "slots=-1", "slots = 2", "", "slots=x", "slots=100000000",
                             "slots=" + "9" * 400, "slots=2 max_slots=4", "slots=2 # x", "slots=٣"])  # fmt: skip
         lines.append(f"{_host(rng)} {slots}")
-    text = rng.choice(["\n", "\r\n", "\n\n", "\r"]).join(lines) + rng.choice(
-        ["", "\n", "# x\n", "\x00", "\t\n"]
-    )
+    text = rng.choice(["\n", "\r\n", "\n\n", "\r"]).join(lines)
+    text += rng.choice(["", "\n", "# x\n", "\x00", "\t\n"])
     data = rng.choice([text.encode(), text.encode(), text.encode(), b"\xef\xbb\xbf" + text.encode(), text.encode("utf-16"),
                        b"\xff\xfe\x00\x80", text.encode("latin-1", "replace") + b"\xe9", b"", bytes(range(256))])  # fmt: skip
-    path = rng.choice(
-        ["hosts", "hosts", "hosts", "./hosts", "nowhere", ".", "/dev/null", value(rng)]
-    )
-    argv = ["plan", "hardware=hostfile", f"hardware.path={path}"]
+    paths = [*["hosts"] * 3, "./hosts", "nowhere", ".", "/dev/null", value(rng)]
+    argv = ["plan", "hardware=hostfile", f"hardware.path={rng.choice(paths)}"]
     if rng.random() < 0.9:
-        argv.append(
-            rng.choice(["hardware.device=a100_80g", "hardware.device=cpu", "hardware.device=nope"])
-        )
+        argv.append(f"hardware.device={rng.choice(['a100_80g', 'cpu', 'nope'])}")
     return argv, {"hosts": data}, "hostfile"
 
 

@@ -27,8 +27,11 @@ from unittest import mock
 
 from llmx.__main__ import main
 from llmx.cli.commands import COMMANDS
+from llmx.cli.hydra_app import composed_for
+from llmx.cli.words import parse
 from llmx.config import known_keys
 from llmx.config.groups import GROUPS
+from llmx.errors import exit_code
 from tests.fuzz.after import call, damage
 from tests.fuzz.cases import NOWHERE, Case
 
@@ -153,12 +156,8 @@ def _faults(outcome: Outcome, made: set[str]) -> Iterator[str]:
         yield "control characters reach the terminal"
 
 
-_KEYS = re.compile(
-    "|".join(
-        re.escape(name)
-        for name in sorted([*known_keys(), *GROUPS, *COMMANDS], key=len, reverse=True)
-    )
-)
+_NAMES = sorted([*known_keys(), *GROUPS, *COMMANDS], key=len, reverse=True)
+_KEYS = re.compile("|".join(map(re.escape, _NAMES)))
 _OPTION = re.compile(r"(?<!\S)--[a-z]+(-[a-z]+)*(?![\w-])")
 
 
@@ -192,7 +191,13 @@ def _inside(directory: Path) -> Iterator[None]:
 
     def no_module(words: list[str], **options: object) -> subprocess.CompletedProcess[bytes]:
         if words[:2] == [sys.executable, "-m"]:
-            return subprocess.CompletedProcess(words, 0, b"", b"")
+            name, *rest = words[3:] or [""]
+            composes = name in (
+                "data",
+                "tokenizer",
+            )  # which that process does before it imports them
+            code = exit_code(lambda: bool(composes and not composed_for(name, parse(name, rest))))
+            return subprocess.CompletedProcess(words, code, b"", b"")
         return real(words, **options)  # type: ignore[call-overload, no-any-return]
 
     real = subprocess.run

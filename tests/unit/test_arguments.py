@@ -94,7 +94,7 @@ def test_a_sweep_file(tmp_path) -> None:
     ):
         sweep_overrides(path)
     path.write_text(path.read_text().replace("1.10", "'1.10'"))
-    words = checked(Words(overrides=sweep_overrides(path), multirun=True)).words
+    words = checked(Words(overrides=sweep_overrides(path), multirun=True))
     assert words[-1] == "model.revision=7,'1.10'"
     # A comma in a value is no other value.
     path.write_text("""grid: {data.path: ["a, b.txt", 'c"d,e', plain], zero: [3, stage1]}\n""")
@@ -108,12 +108,12 @@ def test_a_sweep_file(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("typed", "line"),
     [
-        ("--config-dir . a=1 -m b=2", (("a=1", "b=2"), True, ".", ())),
-        ("--config-dir=. a=1", (("a=1",), False, ".", ())),
-        ("--cfg job --package zero", ((), False, None, ("--cfg", "job", "--package", "zero"))),
-        ("--cfg job --resolve", ((), False, None, ("--cfg", "job", "--resolve"))),
-        ("--info plugins a=1", (("a=1",), False, None, ("--info", "plugins"))),
-        ("--info a=1", (("a=1",), False, None, ("--info", "all"))),
+        ("--config-dir . a=1 -m b=2", (("a=1", "b=2"), True, ".", {})),
+        ("--config-dir=. a=1", (("a=1",), False, ".", {})),
+        ("--cfg job --package zero", ((), False, None, {"--cfg": "job", "--package": "zero"})),
+        ("--cfg job --resolve", ((), False, None, {"--cfg": "job", "--resolve": ""})),
+        ("--info plugins a=1", (("a=1",), False, None, {"--info": "plugins"})),
+        ("--info a=1", (("a=1",), False, None, {"--info": "all"})),
     ],
 )  # fmt: skip
 def test_options_and_overrides_in_any_order(typed: str, line: tuple[object, ...]) -> None:
@@ -198,7 +198,7 @@ def test_a_text_that_yaml_reads_as_a_number_is_quoted(content, written, tmp_path
         with pytest.raises(ConfigError, match=re.escape(f"{where}: {rule.format(number)}")):
             checked(typed)
     file.write_text(content.replace(written, f"'{written}'"))
-    assert any(written in word for word in checked(Words(overrides=(str(file),))).words)
+    assert any(written in word for word in checked(Words(overrides=(str(file),))))
 
 
 def test_whole_numbers_and_dates_may_be_text(tmp_path) -> None:
@@ -246,6 +246,9 @@ def test_the_experiment_file_of_the_readme(tmp_path) -> None:
         ("hardware.hosts=[a]", ["experiment=demo", "hardware=static", "hardware.hosts=[a]"]),
         ("data.path=null", ["experiment=demo", "data.path=null"]),
         ("experiment=demo data.path=a", ["experiment=demo", "data.path=a"]),
+        ("experiment=null model.path=m", ["model=hf", "experiment=null", "model.path=m"]),
+        ("model=llama3_8b model.path=m", ["model=llama3_8b", "model.path=m"]),
+        ("data.path=demo", ["experiment=demo", "data.path=demo"]),
     ],
 )
 def test_a_path_chooses_the_option_that_reads_it(typed: str, meant: list[str]) -> None:

@@ -5,13 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import pty
-import re
-import select
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +25,7 @@ from llmx.run.rundir import RunDir, read_json
 from llmx.tasks import tokenizer_of
 from tests.rundirs import experiment, write_run
 from tests.small_models import small_model
+from tests.terminals import Terminal
 
 
 @pytest.fixture(scope="module")
@@ -258,100 +253,47 @@ def test_a_peft_directory_finds_its_base(piped: Any, tmp_path: Path) -> None:
 # --- A terminal ------------------------------------------------------------------------------
 
 
-ESCAPE_CODE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]?)?")  # or the first part of one
-
-
-class Terminal:
-    """``python -m llmx chat`` behind a pseudo-terminal."""
-
-    def __init__(self, *words: str, **environment: str) -> None:
-        self.controller, end = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "llmx", "chat", *words],
-            stdin=end, stdout=end, stderr=end, start_new_session=True,
-            env={**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1", **environment},
-            preexec_fn=_own_terminal,
-        )  # fmt: skip
-        os.close(end)
-        self.seen = ""
-
-    def until(self, text: str, *, timeout_s: float = 120.0) -> str:
-        """What was printed up to ``text``, from where the last look ended."""
-        deadline = time.monotonic() + timeout_s
-        while text not in self.seen:
-            left = deadline - time.monotonic()
-            assert left > 0, f"{text!r} is not in {self.seen!r}"
-            if select.select([self.controller], [], [], left)[0]:
-                try:
-                    self.seen += os.read(self.controller, 65536).decode(errors="replace")
-                except OSError:
-                    pytest.fail(f"ended before {text!r}: {self.seen!r}")
-        found, _, self.seen = self.seen.partition(text)
-        return found
-
-    def some(self) -> str:
-        """The next that is printed and can be seen: readline's escape codes around a line, which
-        may come by themselves, are no answer."""
-        while not ESCAPE_CODE.sub("", self.seen).strip():
-            assert select.select([self.controller], [], [], 120.0)[0]
-            self.seen += os.read(self.controller, 65536).decode(errors="replace")
-        found, self.seen = self.seen, ""
-        return found
-
-    def type(self, text: str) -> None:
-        os.write(self.controller, text.encode())
-
-    def press_until(self, keys: str, text: str) -> str:
-        """Press keys, again where nothing comes of it: Python looks at a Ctrl-C that arrives
-        between the prompt and the wait for a key at the next key only."""
-        for _ in range(60):
-            self.type(keys)
-            if select.select([self.controller], [], [], 2.0)[0]:
-                break
-        return self.until(text)
-
-    def end(self) -> int:
-        code = self.process.wait(timeout=60)
-        os.close(self.controller)
-        return code
-
-
-def _own_terminal() -> None:
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+def press(terminal: Terminal, keys: str) -> None:
+    """Press keys, again where nothing comes of it: Python looks at a Ctrl-C that arrives between
+    the prompt and the wait for a key at the next key only."""
+    for _ in range(60):
+        terminal.type(keys)
+        if terminal.shows(2.0):
+            return
 
 
 def test_a_terminal_streams_and_stops(run: RunDir, tmp_path: Path) -> None:
-    terminal = Terminal(str(run.root), "--max-new-tokens", "8000")
+    words = ["-m", "llmx", "chat", str(run.root), "--max-new-tokens", "8000"]
+    environment = {**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1"}
+    terminal = Terminal([sys.executable, *words], env=environment)
     try:
-        terminal.until("/help lists commands, Ctrl-D ends.")
-        terminal.until("> ")
+        terminal.wait_for("/help lists commands, Ctrl-D ends.")
+        terminal.wait_for("> ")
         # Ctrl-C at an empty line ends nothing.
-        terminal.press_until("\x03", "(Ctrl-D or /exit ends the chat)")
-        terminal.until("> ")
+        press(terminal, "\x03")
+        terminal.wait_for(r"\(Ctrl-D or /exit ends the chat\)")
+        terminal.wait_for("> ")
         for message, line_breaks in (("first\n", 0), ('"""\nthird\nfourth\n"""\n', 3)):
             terminal.type(message)
             for _ in range(line_breaks):
-                terminal.until("... ")
-            terminal.until("\n")
-            terminal.some()  # the answer has begun to appear
+                terminal.wait_for(r"\.\.\. ")
+            terminal.wait_for("\n")
+            # The answer has begun to appear: readline's escape codes around a line are none.
+            terminal.wait_for(r"\A(\x1b\[[0-?]*[ -/]*[@-~]|\s)*[^\x1b\s]")
             terminal.type("\x03")
-            terminal.until("(ended)")
-            terminal.until("> ")
+            terminal.wait_for(r"\(ended\)")
+            terminal.wait_for("> ")
         for line, said in (
             (f"/save {tmp_path}/chat.jsonl\n", "2 turns"),
-            ("/sav\n", 'Did you mean "/save"?'),
+            ("/sav\n", r'Did you mean "/save"\?'),
         ):
             terminal.type(line)
-            terminal.until(said)
-            terminal.until("> ")
+            terminal.wait_for(said)
+            terminal.wait_for("> ")
         terminal.type("\x04")
         assert terminal.end() == 0
     finally:
-        if terminal.process.poll() is None:
-            os.killpg(terminal.process.pid, signal.SIGKILL)
+        terminal.kill()
     messages = json.loads((tmp_path / "chat.jsonl").read_text())["messages"]
     asked = [message["content"] for message in messages if message["role"] == "user"]
     assert asked == ["first", "third\nfourth"]

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import select
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +18,7 @@ from llmx.config.groups import GROUPS, options
 from llmx.config.plugins import TRACKERS
 from llmx.config.reference import keys
 from llmx.errors import ConfigError
+from tests.terminals import Terminal
 
 BREAKS = " \t\n\"'@><=;|&(:"
 
@@ -206,60 +202,18 @@ def with_program(tmp_path: Path) -> dict[str, str]:
     }
 
 
-class Terminal:
-    """An interactive shell on a terminal of its own."""
-
-    def __init__(self, argv: list[str], env: dict[str, str], directory: Path) -> None:
-        self.pid, self.master = pty.fork()
-        if self.pid == 0:
-            os.chdir(directory)
-            os.execvpe(argv[0], argv, env)
-        self.seen = ""
-
-    def type(self, text: str) -> None:
-        os.write(self.master, text.encode())
-
-    def wait_for(self, pattern: str, *, timeout_s: float = 60.0) -> str:
-        """What came until ``pattern`` did; fails with it where it never does."""
-        until = time.monotonic() + timeout_s
-        while not (found := re.search(pattern, self.seen)):
-            left = until - time.monotonic()
-            if left <= 0 or not select.select([self.master], [], [], left)[0]:
-                pytest.fail(f"{pattern!r} never came; the terminal shows {self.seen!r}")
-            self.seen += os.read(self.master, 4096).decode(errors="replace")
-        text, self.seen = self.seen[: found.end()], self.seen[found.end() :]
-        return text
-
-    def close(self) -> None:
-        os.close(self.master)
-        os.waitpid(self.pid, 0)
-
-
-@pytest.fixture
-def terminal(with_program, tmp_path: Path) -> Callable[[list[str]], Terminal]:
-    opened: list[Terminal] = []
-
-    def start(argv: list[str]) -> Terminal:
-        opened.append(Terminal(argv, with_program, tmp_path))
-        return opened[-1]
-
-    yield start
-    for each in opened:
-        each.close()
-
-
 def _needs(shell: str) -> None:
     if shutil.which(shell, path="/usr/bin:/bin") is None:
         pytest.skip(f"{shell} is not installed (scripts/install-system-packages.sh)")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_a_person_presses_tab(shell: str, terminal, tmp_path: Path) -> None:
+def test_a_person_presses_tab(shell: str, with_program, tmp_path: Path) -> None:
     _needs(shell)
     (tmp_path / "chats").mkdir()
     (tmp_path / "chats" / "one.jsonl").touch()
     argv = ["bash", "--norc", "--noprofile", "-i"] if shell == "bash" else ["zsh", "-f", "-i"]
-    screen = terminal(argv)
+    screen = Terminal(argv, env=with_program, cwd=tmp_path)
     # The mark is put together, so that the echo of the line is not taken for its output.
     screen.type(f'PS1="> "; eval "$(llmx completion {shell})"; echo "re""ady"\n')
     screen.wait_for(r"\bready\b")
@@ -274,8 +228,9 @@ def test_a_person_presses_tab(shell: str, terminal, tmp_path: Path) -> None:
         # the shell has it, whatever was drawn meanwhile (zsh takes the space at its end back).
         screen.type(begun)
         screen.type("\x01echo '<<\x05>>'\n")
-        shown = screen.wait_for(r"(?m)^<<.*>>")
+        shown = screen.wait_for(r"^<<.*>>")
         assert re.search(f"^<<{completed} ?>>", shown, re.MULTILINE), shown
+    screen.kill()
 
 
 def test_fish_lists_what_is_possible(with_program, tmp_path: Path) -> None:

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from llmx.__main__ import main
 from llmx.cli import data as command
 from llmx.cli.data_out import Options
 from llmx.cli.words import parse
-from llmx.config import Experiment, to_dict
+from llmx.config import Experiment
 from llmx.config.build import shown
 from llmx.data import progress
 from llmx.data.progress import MIB, PreparationProgress
@@ -28,7 +27,7 @@ from llmx.data.similar import EvalTexts, NearDuplicates, words_of
 from llmx.data.source.files import DEMO_DIRECTORY
 from llmx.data.store.samples import Sample
 from llmx.data.store.summary import sample_lines
-from llmx.errors import ConfigError
+from llmx.errors import ConfigError, exit_code
 from llmx.tasks import prepare, tokenizer_of
 from tests.conftest import REPOSITORY
 from tests.data_rows import write_rows
@@ -53,8 +52,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def data(*words: str, **options: Any) -> int:
     """The command on a composed config, in this process."""
     exp = experiment(Path("run").absolute(), data={"max_rows": None, **options})
-    Path("config.yaml").write_text(yaml.safe_dump(to_dict(exp)))
-    return command.main(["config.yaml", *words])
+    return exit_code(lambda: command.run(exp, dict(w.partition("=")[::2] for w in words)))
 
 
 def read(name: str) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from llmx.__main__ import main
 from llmx.cli import sweeps
-from llmx.cli.commands import COMMANDS, Runs
+from llmx.cli.commands import COMMANDS
 from llmx.cli.help import ENVIRONMENT
 from llmx.cli.words import parse, split_command
 from llmx.compose.complete import complete
@@ -208,7 +208,7 @@ def test_the_command_works(page: str, words: tuple[str, ...], here: Path, capsys
             capsys.readouterr().err
         )
         return
-    if COMMANDS[command].runs == Runs.CONFIG:
+    if COMMANDS[command].own_process and COMMANDS[command].overrides:
         if "--help" in rest:
             assert main(typed) == 0
             return

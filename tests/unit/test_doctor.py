@@ -17,15 +17,7 @@ from typing import Any
 import pytest
 
 from llmx.cli import doctor
-from llmx.cli.doctor import (
-    Report,
-    by_value,
-    leftovers_of,
-    lines_of,
-    network_time,
-    pasteable,
-    run,
-)
+from llmx.cli.doctor import Report, by_value, leftovers_of, lines_of, network_time, pasteable, run
 from llmx.cli.words import parse
 from llmx.errors import ConfigError
 from llmx.hardware import survey

@@ -4,31 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from llmx.cli.arguments import as_meant
 from llmx.compose.effects import RULES, check_effects
 from llmx.config import experiment_from_dict, known_keys
 from llmx.errors import ConfigError
 from tests.composing import composed, values
-
-
-@pytest.mark.parametrize(
-    ("typed", "implied"),
-    [
-        (["model.path=a/b"], ["model=hf"]),
-        (["data.path=a.jsonl", "model.path=a/b"], ["model=hf", "data=file"]),
-        (["hardware.hosts=[{name: a}]"], ["hardware=static"]),
-        (["model=llama3_8b", "model.path=a/b"], []),
-        (["experiment=demo", "model.path=a/b"], []),
-        (["experiment=null", "model.path=a/b"], ["model=hf"]),
-        (["data.path=demo"], []),
-        (["model.path=null"], []),
-    ],
-)
-def test_a_key_chooses_the_option_that_reads_it(typed, implied) -> None:
-    words = as_meant(typed)
-    assert [word for word in words if word != "experiment=demo"] == [
-        word for word in (*implied, *typed) if word != "experiment=demo"
-    ]
 
 
 def test_a_model_path_or_hosts_alone_are_the_model_and_the_hardware() -> None:

@@ -146,7 +146,8 @@ def test_the_data_that_is_typed_is_measured_whatever_the_run_had(
             target=Path(words[0]), overrides=words[1:], model=None, out=None,
             generate=None, max_new_tokens=None, trust=False,
         )  # fmt: skip
-        data = evaluate.measured_of(options).exp.data
+        _, exp, _ = evaluate.measured_of(options)
+        data = exp.data
         return data.eval_path, data.path, data.max_rows, len(data.sources)
 
     for name in of_run:

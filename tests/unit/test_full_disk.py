@@ -10,17 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import llmx
-from llmx.cli import data
 from llmx.cli.main import main, run_here
-from llmx.config import to_dict
-from llmx.data.tokenize import train as tokenizer
 from llmx.errors import ConfigError, DiskFullError, disk_is_full, exit_code
 from tests import tracked_run
-from tests.rundirs import TINY_LLAMA, experiment
+from tests.rundirs import TINY_LLAMA
 
 
 @pytest.fixture
@@ -53,18 +49,15 @@ def test_a_full_disk_is_3_with_the_path(disk: Path, tmp_path: Path, capfd) -> No
     words.save_pretrained(tmp_path / "model")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "hello"}) + "\n")
-    config = tmp_path / "config.yaml"
-    exp = to_dict(experiment(tmp_path / "other", data={"cache_dir": str(disk / "cache")}))
-    exp["tokenizer"] |= {"output": str(disk / "tokenizer"), "vocab_size": 400}
-    config.write_text(yaml.safe_dump(exp))
+    cache, output = f"data.cache_dir={disk}/cache", f"tokenizer.output={disk}/tokenizer"
     measured = ["data=demo", "data.max_rows=8", f"data.cache_dir={tmp_path}/cache"]
     model, place, demo = f"{tmp_path}/model", f"{disk}/out.jsonl", "experiment=demo"
     texts = ["--prompts", str(prompts), "--max-new-tokens=2", "--out", place]
     for command, expected in (
         (lambda: main(["plan", demo, f"run_dir={disk}/new"]), f"{disk}/new"),
         (lambda: main(["-m", demo, "seed=1,2", f"hydra.sweep.dir={disk}/s"]), f"{disk}/s"),
-        (lambda: data.main([str(config)]), f"{disk}/cache"),
-        (lambda: tokenizer.main([str(config)]), f"{disk}/tokenizer"),
+        (lambda: run_here("data", [demo, cache]), f"{disk}/cache"),
+        (lambda: run_here("tokenizer", ["tokenizer.vocab_size=400", output]), f"{disk}/tokenizer"),
         (lambda: run_here("eval", [model, *measured, "--out", place]), place),
         (lambda: run_here("generate", [model, *texts]), place),
         (lambda: run_here("report", [str(run.root)]), str(run.root)),

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from llmx.cli import generate, generate_file
-from llmx.cli.generate import Stream, learns_chats, wanted
+from llmx.cli.generate import Stream, learns_chats, sampling_of
 from llmx.cli.generate_file import Job, _Progress, batches_of, read_prompts
 from llmx.cli.main import main, run_here
 from llmx.cli.target import find_target, load_network
@@ -147,7 +147,7 @@ def test_a_prompt_may_look_like_an_option(
 def test_an_option_of_sampling_alone_means_temperature_1() -> None:
     def sampling(*words: str) -> Sampling:
         options = parse("generate", ["x", *words])
-        return wanted(options, n=options.n).sampling
+        return sampling_of(options, n=options.n)
 
     assert sampling().greedy
     assert sampling("--n=1", "--top-p=1", "--top-k=0").greedy

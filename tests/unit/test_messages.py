@@ -7,7 +7,6 @@ value, rule and fix, one line each, in plain English and the words of docs/devel
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +17,8 @@ from llmx.cli.arguments import sweep_overrides
 from llmx.cli.commands import COMMANDS
 from llmx.cli.words import parse, split_command
 from llmx.compose.overrides import check_overrides
-from llmx.config import Experiment, ModelConfig, experiment_from_dict, experiment_of_snapshot
+from llmx.config import ModelConfig, experiment_from_dict, experiment_of_snapshot
+from llmx.config.build import schema_fields
 from llmx.config.model_rules import model_config_problems
 from llmx.errors import LlmxError
 from llmx.hardware.hostfile import parse_hostfile
@@ -102,29 +102,18 @@ def said(call: Callable[[], Any]) -> str:
     return "ACCEPTED"
 
 
-def out_of_range(cls: type = Experiment, path: tuple[str, ...] = ()) -> Iterator[str]:
+def out_of_range() -> Iterator[str]:
     """The message of every number and closed set of the schema, for a value it does not take."""
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        where = (*path, field.name)
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from out_of_range(typing.cast(type, hints[field.name]), where)
-            continue
+    for key, hint, field in schema_fields():
         limits, closed = field.metadata.get("range"), field.metadata.get("choices")
-        value: Any = None
+        value: Any = "nope" if closed is not None or hint is bool else None
         if limits is not None:
-            low = limits.minimum if limits.minimum is not None else limits.above
-            value = low - 1
-            if typing.get_origin(hints[field.name]) is list:
-                value = [value, value]
-            elif typing.get_origin(hints[field.name]) is dict:
-                value = {"a": value}
-        elif closed is not None or hints[field.name] is bool:
-            value = "nope"
+            value = (limits.minimum if limits.minimum is not None else limits.above) - 1
+            value = {list: [value, value], dict: {"a": value}}.get(typing.get_origin(hint), value)
         if value is not None:
-            for part in reversed(where):
+            for part in reversed(key.split(".")):
                 value = {part: value}
-            yield said(lambda value=value: experiment_from_dict(value))
+            yield said(functools.partial(experiment_from_dict, value))
 
 
 def rule(words: list[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmx.config import Experiment, HardwareConfig, HostConfig, known_keys
+from llmx.config import HardwareConfig, HostConfig, known_keys
 from llmx.errors import ConfigError
 from llmx.run.sweepdir import Trial
 from llmx.sweep.prune import NO_MEMORY, OutOfMemory, impossible, key_of, needs_more
@@ -98,7 +98,7 @@ def test_only_model_states_that_no_device_holds_are_never_started() -> None:
 
 
 def test_every_key_that_takes_no_memory_exists() -> None:
-    names = known_keys(Experiment)
+    names = known_keys()
     for pattern in NO_MEMORY:
         stem = pattern.removesuffix("*").removesuffix(".").removesuffix("_")
         assert any(name.startswith(stem) for name in names), pattern

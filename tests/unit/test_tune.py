@@ -83,7 +83,7 @@ def test_it_finds_the_fastest_and_leaves_an_experiment(speeds: Speeds, capsys) -
     assert not [word for word in best if "sweep" in word]
     assert (journal.directory / "tune.md").read_text().count("\n|") == 31
     assert f"llmx {journal.directory.relative_to(Path.cwd())}/best.yaml" in said
-    exp = composed(check_overrides(best).words).experiment
+    exp = composed(check_overrides(best)).experiment
     assert (exp.zero.stage, exp.batch.micro_batch, exp.batch.global_batch) == (1, 4, 32)
 
 

@@ -91,8 +91,7 @@ def make_runner(context: HydraContext, config: DictConfig) -> Runner:
     os.environ.update(config.hydra.job.env_set)
     # As they were typed: ${...} in a word is the trial's to resolve.
     typed: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
-    sources = config.hydra.runtime.config_sources
-    config_dirs = [str(source.path) for source in sources if source.provider == "command-line"]
+    config_dirs = [str(path).removeprefix("file://") for path in config.hydra.searchpath]
     return Runner(
         directory,
         [word for word in (*typed["hydra"], *typed["task"]) if not word.startswith(OWN_WORDS)],

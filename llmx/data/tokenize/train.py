@@ -15,7 +15,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,14 +23,13 @@ from typing import IO, Any
 
 import numpy as np
 
-from llmx.config import DataConfig, TokenizerConfig, experiment_from_dict
+from llmx.config import DataConfig, Experiment, TokenizerConfig
 from llmx.data.format.templates import TEMPLATES, choose_template
 from llmx.data.progress import PreparationProgress
 from llmx.data.source.records import Row
 from llmx.data.split import DatasetSplit
 from llmx.data.tokenize.tokenizer import WORDPIECE
-from llmx.errors import ConfigError, DataError, exit_code
-from llmx.run.rundir import load_yaml
+from llmx.errors import ConfigError, DataError
 
 # A sample of texts of bounded size, drawn from rows of unknown number
 
@@ -338,16 +337,7 @@ def _proven(tokenizer: Any, texts: Sequence[str], *, exact: bool = True) -> int:
     return tokens
 
 
-def main(argv: Sequence[str]) -> int:
-    """Train by the composed config in ``argv[0]``: what ``llmx tokenizer`` starts."""
-
-    def work() -> int:
-        exp = experiment_from_dict(load_yaml(Path(argv[0])))
-        print(train_tokenizer(exp.tokenizer, exp.data, exp.seed))
-        return 0
-
-    return exit_code(work)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def run(exp: Experiment, _: Mapping[str, str]) -> int:
+    """The command ``tokenizer``; returns the exit code."""
+    print(train_tokenizer(exp.tokenizer, exp.data, exp.seed))
+    return 0
