@@ -272,9 +272,9 @@ def sum_of_rows(store) -> int:
 
 def plain(corpus: Path, directory: Path) -> dict[str, object]:
     """d: what a run does without fast paths."""
-    from llmx.data.tokenize.documents import DocumentEncoder
+    from llmx.data.tokenize.documents import TextEncoder
 
-    DocumentEncoder.choose = lambda self, texts: None
+    TextEncoder.choose = lambda self, texts: None
     return with_llmx(corpus, directory)
 
 

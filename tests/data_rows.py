@@ -74,6 +74,21 @@ def of_rows(
     return exp
 
 
+def chat_row(i: int) -> dict[str, str]:
+    """Some have no answer, some have another key, some are refused by the template."""
+    question = f"no {i}" if i % 11 == 5 else f"q{i}" * (i % 9 + 1)
+    answer = "" if i % 17 == 3 else f"a{i}"
+    return {"prompt": question, "answer" if i % 23 == 7 else "response": answer}
+
+
+def of_text(directory: Path, rows: Iterable[Any] | str, **data: Any) -> Experiment:
+    """Pretraining on a text, or on the documents of rows."""
+    name = "corpus.txt" if isinstance(rows, str) else "rows.jsonl"
+    exp = of_rows(directory, rows, name, **{"seq_len": 32, "packing": "concat", **data})
+    exp.task.kind = "pretrain"
+    return exp
+
+
 def sequences(store: SampleStore) -> list[TokenSequence]:
     """Every sequence of a store, in its order."""
     return [TokenSequence(*pair) for i in range(len(store)) for pair in store[i].sequences()]

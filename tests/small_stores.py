@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmx.data.examples import WEIGHT, Column, Schema
+from llmx.data.store.packing import borders
 from llmx.data.store.samples import STORE_FORMAT, Sample, SampleStore, publish, save_index
 
 
@@ -23,46 +23,39 @@ def write_store(
     meta: dict[str, Any],
     columns: tuple[Column, ...] = (),
 ) -> SampleStore:
-    """Write a store of these samples, which are streamed: memory holds the indices only."""
+    """Write a store of these samples."""
     head = {"format_version": STORE_FORMAT, "fingerprint": fingerprint, "seq_len": seq_len}
     head["columns"] = [asdict(column) for column in columns]
-    publish(path, lambda directory: {**head, **_write_arrays(directory, samples, columns), **meta})
+
+    def fill(directory: Path) -> dict[str, Any]:
+        return {**head, **_write_arrays(directory, list(samples), columns), **meta}
+
+    publish(path, fill)
     return SampleStore.open(path)
 
 
 def _write_arrays(
-    directory: Path, samples: Iterable[Sample], columns: tuple[Column, ...]
+    directory: Path, samples: list[Sample], columns: tuple[Column, ...]
 ) -> dict[str, Any]:
     weighted = Schema(columns).weighted
     types: dict[str, Any] = {"tokens": np.uint32}
     types |= {column.name: column.numpy_dtype for column in columns}
     types |= {} if weighted else {"targets": np.uint8}
-    sample_starts, example_starts, sequence_starts = [0], [0], [0]
-    target_counts: list[int] = []
-    weights: list[float] = []
-    with contextlib.ExitStack() as stack:
-        streams = {
-            name: stack.enter_context((directory / f"{name}.bin").open("wb")) for name in types
-        }
-        for sample in samples:
-            values = {**sample.columns, "tokens": sample.tokens, "targets": sample.targets}
-            if weighted:
-                values[WEIGHT] = sample.targets if sample.weights is None else sample.weights
-                weights.append(float(np.sum(values[WEIGHT], dtype=np.float64)))
-            for name, dtype in types.items():
-                streams[name].write(np.ascontiguousarray(values[name], dtype=dtype).tobytes())
-            for start, stop in sample.bounds():
-                sequence_starts.append(sequence_starts[-1] + stop - start)
-            for size in sample.example_sizes():
-                example_starts.append(example_starts[-1] + size)
-            sample_starts.append(len(example_starts) - 1)
-            target_counts.append(int(np.count_nonzero(sample.targets)))
-    return save_index(
-        directory,
-        samples=sample_starts,
-        examples=example_starts,
-        sequences=sequence_starts,
-        offsets=sequence_starts[:-1],
-        target_counts=target_counts,
-        weights=weights if weighted else None,
-    )
+    weights = [each.targets if each.weights is None else each.weights for each in samples]
+    arrays = [
+        {**each.columns, "tokens": each.tokens, "targets": each.targets, WEIGHT: weight}
+        for each, weight in zip(samples, weights, strict=True)
+    ]
+    for name, dtype in types.items():
+        content = b"".join(np.asarray(each[name], dtype).tobytes() for each in arrays)
+        (directory / f"{name}.bin").write_bytes(content)
+    lengths = [stop - start for each in samples for start, stop in each.bounds()]
+    index = {
+        "samples": borders([len(each.example_sizes()) for each in samples]),
+        "examples": borders([size for each in samples for size in each.example_sizes()]),
+        "sequences": borders(lengths),
+        "offsets": borders(lengths)[:-1],
+        "target_counts": [np.count_nonzero(each.targets) for each in samples],
+    }
+    sums = np.array([np.sum(weight, dtype=np.float64) for weight in weights])
+    return save_index(directory, index, sums if weighted else None)

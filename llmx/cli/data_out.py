@@ -24,7 +24,6 @@ from llmx.config.build import shown
 from llmx.config.fields import Range
 from llmx.config.file_formats import PROVENANCE
 from llmx.data.format.rows import Conversation, Labelled, Preference, TextPair
-from llmx.data.progress import PreparationProgress
 from llmx.data.similar import (
     SHORTEST,
     EvalTexts,
@@ -50,9 +49,7 @@ from llmx.data.split import (
     Source,
     held_out,
     no_rows,
-    num_held_out,
     pass_over,
-    with_progress,
 )
 from llmx.data.store.spec import cache_directory
 from llmx.errors import ConfigError
@@ -153,14 +150,9 @@ def run(exp: Experiment, words: Mapping[str, str]) -> int:
     eval_texts = _eval_texts(data, options, kinds) if options.decontaminate else None
     rejected = RejectedRecords()
     bad = rejected.add if data.on_bad_row == "skip" else refuse
-    meter, title = split.meter, f"Reading {split.path}"
-    with PreparationProgress(
-        title, total_bytes=split.source_bytes, read=lambda: meter.bytes
-    ) as progress:
-        rows = split.numbered(Source.records, bad, weighted=False)
-        identical = exp.data.deduplicate or options.near is not None
-        rows = with_progress(rows, meter, progress)
-        outcome = _decide(rows, options, eval_texts, identical=identical)
+    rows = split.read_once(f"Reading {split.path}", Source.records, bad)
+    identical = exp.data.deduplicate or options.near is not None
+    outcome = _decide(rows, options, eval_texts, identical=identical)
     if not outcome.num_rows:
         raise no_rows(split.path)
     chosen = _held_out(outcome, exp, split.path)
@@ -254,8 +246,7 @@ def _held_out(outcome: Outcome, exp: Experiment, path: str) -> set[int]:
         return set()
     removed = np.zeros(outcome.num_rows, np.bool_)
     removed[list(outcome.removed)] = True
-    count = num_held_out(amount, outcome.num_rows - len(outcome.removed), path)
-    return held_out(removed, count, seed=exp.seed)
+    return held_out(removed, amount, seed=exp.seed, path=path)
 
 
 def _write(stream: IO[bytes], records: Iterator[Numbered], left_out: Set[int]) -> int:

@@ -10,7 +10,6 @@ that has the store, else the first of all, prepares it; the storages that lack i
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -83,12 +82,8 @@ def _facts(spec: DatasetSpec | None) -> dict[str, Any]:
     where this rank leads no host."""
     if spec is None:
         return {}
-    digests = {
-        key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-        for key, value in spec.identity.items()
-    }
     return {
-        "identity": digests,
+        "identity": spec.identity,
         "path": str(spec.split.path),
         "name": spec.path.name,
         "store": find_store(spec) is not None,
@@ -99,10 +94,12 @@ def _check_same(facts: Mapping[str, dict[str, Any]]) -> None:
     """Raise DataError where a host has other data than the first one. ``facts``: by host."""
     first, here = next(iter(facts.items()))
     for host, there in facts.items():
-        if different := {key for key, _ in here["identity"].items() ^ there["identity"].items()}:
+        keys = here["identity"] | there["identity"]
+        different = [key for key in keys if here["identity"].get(key) != there["identity"].get(key)]
+        if different:
             raise DataError(
                 f"{host} would train on other data than {first}: different there: "
-                f"{', '.join(sorted(different))} (sources are the bytes of {here['path']}). Give "
+                f"{', '.join(different)} (sources are the bytes of {here['path']}). Give "
                 "both the same files, e.g. by launch.sync=rsync with launch.sync_extra, and the "
                 "same llmx."
             )

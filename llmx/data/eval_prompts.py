@@ -15,7 +15,7 @@ from llmx.config import DataConfig
 from llmx.data.format.rows import Conversation
 from llmx.data.split import TAKEN, DatasetSplit
 from llmx.data.tokenize.conversations import Renderer
-from llmx.data.tokenize.truncation import PromptCutter
+from llmx.data.tokenize.truncation import shorter_prompts
 from llmx.errors import ConfigError, DataError, LlmxError
 from llmx.text import plural
 
@@ -47,12 +47,13 @@ def held_out_prompts(
     num_embeddings: int | None = None,
 ) -> list[EvalPrompt]:
     """The first ``limit`` conversations of the evaluation split whose prompt is shorter than
-    ``seq_len``. ``decode``: of a completion; ``takes``: of the task; ``turn_weights``: turns may
-    have weights, which change nothing here. ``num_embeddings``: of the task; no prompt has a token
-    beyond it.
+    ``seq_len``, without tokens beyond ``num_embeddings``. ``decode``: of a completion; ``takes``
+    and ``turn_weights``: of the task.
 
     Raises ConfigError for a source of plain text, which has no prompts.
     """
+    if not limit:
+        return []
     source = DatasetSplit(data, seed, "eval", takes=takes, turn_weights=turn_weights)
     if source.form == "text":
         raise ConfigError(
@@ -60,15 +61,14 @@ def held_out_prompts(
             f"from, and {source.path} holds plain text. Set task.eval_generate=0."
         )
     renderer = Renderer(tokenizer, template=data.template)
-    cutter = PromptCutter(renderer, limit=data.seq_len, side=data.truncate_prompt)
     prompts: list[EvalPrompt] = []
-    if not limit:
-        return prompts
     for row in source.rows():
         if not isinstance(row, Conversation):
             continue
         if row.keeps_completion and data.over_long in ("split", "truncate"):
-            shortened = cutter.shortened(row)
+            shortened = shorter_prompts(
+                renderer, [row], limit=data.seq_len, side=data.truncate_prompt
+            )
             row = shortened[0][0] if shortened is not None else row
         try:
             tokens, completion = renderer.prompt(row)
@@ -79,13 +79,9 @@ def held_out_prompts(
         if num_embeddings is not None and tokens.max(initial=0) >= num_embeddings:
             continue  # its row was refused or left out when the samples were prepared
         if len(tokens) < data.seq_len:
+            expected, question = completion.tolist(), row.messages[-2].content
             prompts.append(
-                EvalPrompt(
-                    tuple(tokens.tolist()),
-                    row.messages[-2].content,
-                    decode(completion.tolist()),
-                    len(completion),
-                )
+                EvalPrompt(tuple(tokens.tolist()), question, decode(expected), len(expected))
             )
         if len(prompts) == limit:
             break

@@ -241,8 +241,8 @@ class Schema:
         declared_names = {column.name for column in self.columns if column.per != "token"}
         if set(example.columns) != declared_names:
             raise self._wrong(
-                f"{self.method} gave the columns {_listed(example.columns)}, and the task declares "
-                f"{_listed(declared_names)} by sequence and by example. Declare them in "
+                f"{self.method} gave the columns {listed(example.columns)}, and the task declares "
+                f"{listed(declared_names)} by sequence and by example. Declare them in "
                 f'`{self._declared_in}`, e.g. Column("label", per="example", dtype="int64").'
             )
         return example
@@ -262,7 +262,7 @@ class Schema:
                 f"vocabulary); {self.method} gave {excerpt(str(tokens.ids))}."
             )
         weight = np.ones(len(ids)) if tokens.weight is None else tokens.weight
-        targets = self._array(TOKEN_WEIGHT, weight, len(ids))
+        targets = self.array(TOKEN_WEIGHT, weight, len(ids))
         if not self.weighted:
             if not np.isin(targets, (0, 1)).all():
                 raise self._wrong(
@@ -273,11 +273,11 @@ class Schema:
         columns = {column.name: column for column in self.per("token")}
         if tokens.columns.keys() != columns.keys():
             raise self._wrong(
-                f"Tokens have the columns {_listed(tokens.columns)}, and the task declares "
-                f"{_listed(columns)} by token in `{self._declared_in}`."
+                f"Tokens have the columns {listed(tokens.columns)}, and the task declares "
+                f"{listed(columns)} by token in `{self._declared_in}`."
             )
         by_token = {
-            columns[name]: self._array(columns[name], values, len(ids))
+            columns[name]: self.array(columns[name], values, len(ids))
             for name, values in tokens.columns.items()
         }
         return ids.astype(np.uint32), targets, by_token
@@ -312,10 +312,10 @@ class Schema:
                         f"the column {column.name} has a value for each sequence of an example, "
                         f"here {count}; the task gave {value!r}."
                     )
-            arrays[column] = self._array(column, of_column, len(of_column))
+            arrays[column] = self.array(column, of_column, len(of_column))
         return arrays
 
-    def _array(self, column: Column, values: Any, count: int) -> np.ndarray:
+    def array(self, column: Column, values: Any, count: int) -> np.ndarray:
         """``count`` values as an array of the column's type."""
         import numpy as np
 
@@ -348,7 +348,7 @@ class Schema:
         return ConfigError(f"task={self.task}: {problem}")
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "none"
 
 

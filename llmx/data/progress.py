@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from typing import TextIO
 
+from llmx.data.source.records import Meter
 from llmx.text import clock, printable
 
 EVERY_S = 10.0
@@ -20,7 +20,7 @@ MIB = 1 << 20
 class PreparationProgress:
     """Counts what is done and shows it on ``stream`` (default: stderr).
 
-    ``total_bytes``: bytes of all sources on disk, of which ``read`` tells how many were read,
+    ``total_bytes``: bytes of all sources on disk, of which ``meter`` counts how many were read,
     for the time that is left; 0 where it is not known.
     """
 
@@ -29,7 +29,7 @@ class PreparationProgress:
         title: str,
         *,
         total_bytes: int = 0,
-        read: Callable[[], int] | None = None,
+        meter: Meter | None = None,
         stream: TextIO | None = None,
     ) -> None:
         self.title = printable(title, keep="")
@@ -37,7 +37,7 @@ class PreparationProgress:
         """Bytes of text that were encoded."""
         self.tokens = 0
         self._total = total_bytes
-        self._read = read or (lambda: self.bytes)
+        self._meter: Meter | PreparationProgress = self if meter is None else meter
         self._stream = stream or sys.stderr
         self._on_terminal = self._stream.isatty()
         self._started = self._shown = time.monotonic()
@@ -67,7 +67,7 @@ class PreparationProgress:
 
     def fraction(self) -> float:
         """The fraction of the sources that was read, 0 to 1; 0 where their size is unknown."""
-        return min(1.0, self._read() / self._total) if self._total else 0.0
+        return min(1.0, self._meter.bytes / self._total) if self._total else 0.0
 
     def rates(self, now: float | None = None) -> str:
         """``34%, 812.0 MiB, 19.3 MiB/s, 4.6 M tokens/s, 2:31 left``"""
@@ -78,6 +78,6 @@ class PreparationProgress:
         if self.tokens:
             parts.append(f"{self.tokens / seconds / 1e6:,.2f} M tokens/s")
         if done:
-            left = max(0, self._total - self._read()) * seconds / self._read()
+            left = max(0, self._total - self._meter.bytes) * seconds / self._meter.bytes
             parts.append(f"{clock(left)} left")
         return ", ".join(parts)

@@ -12,12 +12,11 @@ import dataclasses
 import hashlib
 import json
 import math
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -241,66 +240,54 @@ Numbered = tuple[int, Row | None, int]
 def find_repeated(rows: Iterable[Numbered], *, compare: bool) -> np.ndarray:
     """bool [rows]: whether a row is identical to an earlier one, by a digest of its content, 16
     bytes per row; False where they are only counted."""
-    digests = array("Q")
+    digests = bytearray()
     count = 0
     for index, row, _ in rows:
         count = index + 1
         if compare:
             # A row with nothing to learn is counted as such, not as repeated.
             content = f"\0nothing to learn {index}".encode() if row is None else row.content
-            digests.frombytes(hashlib.blake2b(content, digest_size=16).digest())
+            digests += hashlib.blake2b(content, digest_size=16).digest()
     import numpy as np
 
-    repeated = np.zeros(count, np.bool_)
-    if not compare:
-        return repeated
-    pairs = np.frombuffer(digests, np.uint64).reshape(-1, 2)
-    order = np.lexsort((np.arange(len(pairs)), pairs[:, 1], pairs[:, 0]))
-    ordered = pairs[order]
-    equals_previous = (ordered[1:] == ordered[:-1]).all(axis=1)
-    repeated[order[1:][equals_previous]] = True
+    repeated = np.full(count, compare)
+    if compare:
+        repeated[np.unique(np.frombuffer(digests, "V16"), return_index=True)[1]] = False
     return repeated
 
 
-def weight_draws(seed: int, number: int, weight: float) -> Callable[[int], bool] | None:
-    """Whether a record of source ``number`` is in a copy of which only the fraction ``weight`` is
-    taken; None where all of it is."""
+def in_copy(seed: int, number: int, weight: float) -> Iterator[bool]:
+    """For each record of source ``number``, whether it is in a copy of which only the fraction
+    ``weight`` is taken."""
     if weight >= 1:
-        return None
+        yield from repeat(True)
     import numpy as np
 
     generator = np.random.Generator(np.random.Philox(key=_key("weight", seed, number)))
-    drawn: list[float] = []
-
-    def chosen(index: int) -> bool:
-        while index >= len(drawn):
-            drawn.extend(generator.random(4096).tolist())
-        return drawn[index] < weight
-
-    return chosen
+    while True:
+        yield from (generator.random(4096) < weight).tolist()
 
 
-def held_out(repeated: np.ndarray, count: int, *, seed: int) -> set[int]:
-    """The records of the evaluation: those with the smallest of one random draw a record, so that
-    they are a function of (seed, number of records) alone. A ``repeated`` record is never one."""
+def held_out(repeated: np.ndarray, amount: float, *, seed: int, path: str) -> set[int]:
+    """The records of the evaluation: ``amount`` of them, below 1 the fraction of those that are not
+    ``repeated``. They are those with the smallest of one random draw a record, so that they are a
+    function of (seed, number of records) alone.
+
+    Raises ConfigError where nothing would be left.
+    """
     import numpy as np
 
-    draws = np.random.Philox(key=_key("held out", seed)).random_raw(len(repeated))
-    order = np.argsort(draws, kind="stable")
-    return set(order[~repeated[order]][:count].tolist())
-
-
-def num_held_out(amount: float, different: int, path: str) -> int:
-    """How many of ``different`` rows are held out: ``amount``, below 1 the fraction of them.
-    Raises ConfigError where nothing would be left."""
-    rows = int(amount) if amount >= 1 else max(1, round(amount * different))
-    if rows >= different:
+    different = int((~repeated).sum())
+    count = int(amount) if amount >= 1 else max(1, round(amount * different))
+    if count >= different:
         key = "samples" if amount >= 1 else "fraction"
         raise ConfigError(
             f"data.eval_{key}={amount:g} of {different} rows in {path} leaves "
             "nothing to train on. Hold out fewer, or give data.eval_path."
         )
-    return rows
+    draws = np.random.Philox(key=_key("held out", seed)).random_raw(len(repeated))
+    order = np.argsort(draws, kind="stable")
+    return set(order[~repeated[order]][:count].tolist())
 
 
 def _key(*parts: object) -> np.ndarray:
@@ -452,7 +439,7 @@ class DatasetSplit:
         """
         self.rejects.clear()
         self.left_out.clear()
-        repeated, chosen = self._repeated, self._held_out
+        repeated, chosen = self.repeated, self._held_out
         self.meter.bytes = 0
         bad = self.rejects.add if self.data.on_bad_row == "skip" else refuse
         empty = True
@@ -480,53 +467,43 @@ class DatasetSplit:
             if self.data.max_rows is not None:
                 limits.append(max(0, self.data.max_rows - start))
             limit = min(limits) if limits else None
-            stop = start
+            index = start - 1
             for copy in range(self.copies(source) if weighted else 1):
-                is_drawn = weight_draws(
-                    self.seed, number, source.config.weight - copy if weighted else 1
-                )
                 rows = read(source, bad if copy == 0 else pass_over, meter=self.meter)
-                for index, row in enumerate(islice(rows, limit)):
-                    if is_drawn is None or is_drawn(index):
-                        yield start + index, row, copy
-                    stop = max(stop, start + index + 1)
-            start = stop
+                draws = in_copy(self.seed, number, source.config.weight - copy if weighted else 1)
+                for index, row in enumerate(islice(rows, limit), start):
+                    if next(draws):
+                        yield index, row, copy
+            start = index + 1
 
     @cached_property
-    def _repeated(self) -> np.ndarray | None:
-        """A first reading, if the number of records, or which of them repeat, must be known."""
+    def repeated(self) -> np.ndarray | None:
+        """Whether each record repeats an earlier one: a first reading, if this or the number of
+        records must be known; else None."""
         if not self.held_out_rows and not self.data.deduplicate:
             return None
-        skips = self.data.on_bad_row == "skip"
-        records = self.numbered(Source.rows, pass_over if skips else refuse, weighted=False)
-        meter, total = self.meter, self.source_bytes
-        meter.bytes = 0
-        title = f"Counting the rows of {self.path}"
-        with PreparationProgress(title, total_bytes=total, read=lambda: meter.bytes) as progress:
-            return find_repeated(
-                with_progress(records, meter, progress), compare=self.data.deduplicate
-            )
+        bad = pass_over if self.data.on_bad_row == "skip" else refuse
+        records = self.read_once(f"Counting the rows of {self.path}", Source.rows, bad)
+        return find_repeated(records, compare=self.data.deduplicate)
 
-    def look_ahead(self) -> None:
-        """The first reading of ``rows()``, if it needs one: before its own progress is shown."""
-        _ = self._repeated
+    def read_once(
+        self, title: str, read: Callable[..., Iterator[T]], bad: OnBad
+    ) -> Iterator[tuple[int, T, int]]:
+        """``numbered`` records, each once, with a line of progress."""
+        self.meter.bytes = 0
+        size = self.source_bytes
+        with PreparationProgress(title, total_bytes=size, meter=self.meter) as progress:
+            for number, record, copy in self.numbered(read, bad, weighted=False):
+                if number % 1000 == 0:
+                    progress.add(size=self.meter.bytes - progress.bytes)
+                yield number, record, copy
 
     @cached_property
     def _held_out(self) -> set[int] | None:
-        amount, repeated = self.held_out_rows, self._repeated
+        amount, repeated = self.held_out_rows, self.repeated
         if not amount or repeated is None:
             return None
-        different = int((~repeated).sum())
-        rows = num_held_out(amount, different, self.path)
-        return held_out(repeated, rows, seed=self.seed)
-
-
-def with_progress(records: Iterator[T], meter: Meter, progress: PreparationProgress) -> Iterator[T]:
-    """The same records; updates the progress at every thousandth."""
-    for number, record in enumerate(records):
-        if number % 1000 == 0:
-            progress.add(size=meter.bytes - progress.bytes)
-        yield record
+        return held_out(repeated, amount, seed=self.seed, path=self.path)
 
 
 def pass_over(error: RecordError) -> None:

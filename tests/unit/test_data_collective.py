@@ -20,7 +20,7 @@ from llmx.data.distributed import prepare_together
 from llmx.tasks import prepare, task_of
 from tests import forks
 from tests.bound_device import as_under_nccl
-from tests.data_rows import of_rows, row_tokenizer
+from tests.data_rows import chat_row, of_rows, of_text, row_tokenizer
 
 pytestmark = pytest.mark.xdist_group("collective")  # one set of ranks
 
@@ -93,50 +93,18 @@ def ranks() -> Iterator[Ranks]:
     found.end()
 
 
-def of_text(at: Path, rows: Any, name: str = "rows.jsonl") -> Experiment:
-    exp = of_rows(at, rows, name, packing="concat")
-    exp.task.kind = "pretrain"
-    return exp
-
-
-def chat(i: int) -> dict[str, str]:
-    """Some without an answer, some with another key, some that the template refuses."""
-    question = f"no {i}" if i % 11 == 5 else f"q{i}" * (i % 9 + 1)
-    return {"prompt": question, "answer" if i % 23 == 7 else "response": "" if i % 17 == 3 else "a"}
-
-
-def many_files(at: Path) -> Experiment:
-    for i in range(9):
-        texts = [{"text": f"{i} {j} ü " * (j % 40)} for j in range(30)]
-        exp = of_text(at, texts, f"{i}.jsonl")
-    exp.data.path = str(at)
-    return exp
-
-
-def one_large_file(at: Path) -> Experiment:
-    return of_text(at, [{"text": f"text {i} " * (i % 30)} for i in range(400)], "large.jsonl")
-
-
-def one_text(at: Path) -> Experiment:
-    return of_text(at, "".join(f"line {i} of a long book\n" for i in range(500)), "book.txt")
+def texts(at: Path) -> Experiment:
+    return of_text(at, [{"text": f"text {i} " * (i % 30)} for i in range(400)])
 
 
 def chats_with_bad_rows(at: Path) -> Experiment:
-    exp = of_rows(at, map(chat, range(300)), on_bad_row="skip", form="prompt_response")
+    exp = of_rows(at, map(chat_row, range(300)), on_bad_row="skip", form="prompt_response")
     with Path(exp.data.path).open("a") as stream:
         stream.write("{torn\n")
     return exp
 
 
-def chats_held_out(at: Path) -> Experiment:
-    rows = [{"prompt": f"q{i}", "response": "a"} for i in range(300)]
-    return of_rows(at, rows, eval_samples=20, deduplicate=True)
-
-
-SOURCES = [many_files, one_large_file, one_text, chats_with_bad_rows, chats_held_out]
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("source", [texts, chats_with_bad_rows])
 def test_hosts_make_the_bytes_of_one(source: Any, ranks: Ranks, tmp_path: Path):
     (tmp_path / "source").mkdir()
     exp = source(tmp_path / "source")
@@ -160,20 +128,20 @@ def test_hosts_make_the_bytes_of_one(source: Any, ranks: Ranks, tmp_path: Path):
 
 
 def test_a_host_without_the_store_gets_it(ranks: Ranks, tmp_path: Path):
-    exp, caches = one_large_file(tmp_path), [tmp_path / name for name in "abc"]
+    exp, caches = texts(tmp_path), [tmp_path / name for name in "abc"]
     there = prepare(_with_cache(exp, caches[1]), row_tokenizer())
     found = ranks.prepare([_with_cache(exp, cache) for cache in caches])
     assert [meta for _, meta in found] == [there.meta] * 4
 
 
 def test_hosts_with_other_data_are_refused_on_every_rank(ranks: Ranks, tmp_path: Path):
-    one, two = one_large_file(tmp_path), one_text(tmp_path)
+    one, two = texts(tmp_path), of_text(tmp_path, "a text")
     for error in ranks.prepare([one, one, two]):
         assert "node-c would train on other data than node-a: different there: sources" in error
 
 
 def test_a_host_that_cannot_store_the_data_ends_every_rank(ranks: Ranks, tmp_path: Path):
-    exp, caches = one_large_file(tmp_path), [tmp_path / name for name in "abc"]
+    exp, caches = texts(tmp_path), [tmp_path / name for name in "abc"]
     name = prepare(_with_cache(exp, caches[0]), row_tokenizer()).path.name
     blocked = caches[2] / "data" / f"{name}.tmp-received"
     blocked.parent.mkdir(parents=True)

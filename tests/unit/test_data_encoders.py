@@ -26,7 +26,6 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from llmx.data.source.records import Document
 from llmx.data.tokenize import byte_level as words_module
 from llmx.data.tokenize.byte_level import (
     LONGEST,
@@ -36,9 +35,9 @@ from llmx.data.tokenize.byte_level import (
     PretokenCache,
 )
 from llmx.data.tokenize.conversations import ConversationEncoder, Renderer
-from llmx.data.tokenize.documents import DocumentEncoder, worker_count
+from llmx.data.tokenize.documents import TextEncoder, worker_count
 from tests.chat_templates import LLAMA3_1, MISTRAL, QWEN2_5, QWEN3
-from tests.data_rows import WHERE, chat
+from tests.data_rows import chat
 from tests.small_tokenizers import byte_tokenizer
 
 CORPUS = [
@@ -116,9 +115,9 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
 
 
 @functools.cache
-def encoder_of(kind: str) -> DocumentEncoder:
+def encoder_of(kind: str) -> TextEncoder:
     """Never new, so that words come from a table that other texts have filled."""
-    encoder = DocumentEncoder(tokenizer_of(kind), bos=[])
+    encoder = TextEncoder(tokenizer_of(kind))
     encoder.choose(CORPUS)
     by = "tokenizers (it is no byte" if kind == "bert" else "tiktoken (equal to tokenizers on "
     assert encoder.description.startswith(by)
@@ -136,10 +135,8 @@ def plain_ids(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list
 @settings(max_examples=60)
 @given(texts=TEXTS)
 def test_the_ids_of_whole_texts(kind: str, texts: list[str]):
-    ids, counts = encoder_of(kind).ids(texts)
-    wanted = plain_ids(tokenizer_of(kind), texts)
-    assert counts.tolist() == [len(one) for one in wanted]
-    assert ids.tolist() == [token for one in wanted for token in one]
+    found = [ids.tolist() for ids in encoder_of(kind).ids(texts)]
+    assert found == plain_ids(tokenizer_of(kind), texts)
 
 
 @pytest.mark.parametrize("name", [r"\p{L}", r"\p{N}", r"\s"])
@@ -187,7 +184,9 @@ def test_keeping_only_what_matches_is_the_same_cut():
     other = restored(state)
     wanted = plain_ids(tokenizer_of("o200k"), CORPUS)
     assert plain_ids(other, CORPUS) == wanted
-    assert [BytePairs.of(other).encode(text).tolist() for text in CORPUS] == wanted
+    encoder = TextEncoder(other)
+    assert encoder.convert() is not None
+    assert [ids.tolist() for ids in encoder.ids(CORPUS)] == wanted
     split["invert"] = False
     with pytest.raises(NotConvertible, match="cutting texts into words is not known"):
         BytePairs.of(restored(state))
@@ -206,10 +205,6 @@ def test_merges_that_tiktoken_would_apply_differently_are_refused():
         BytePairs.of(fast_of(backend))
 
 
-def documents(*texts: str) -> list[Document]:
-    return [Document(text, WHERE) for text in texts]
-
-
 def test_texts_that_are_left_to_tokenizers():
     backend = byte_level(LLAMA3)
     backend.normalizer = normalizers.NFC()
@@ -219,14 +214,10 @@ def test_texts_that_are_left_to_tokenizers():
     left = [decomposed, "a <think> b", " " * 10_000, "it'\u017f"]
     assert [BytePairs.of(tokenizer).takes(text) for text in left] == [False] * 4
     texts = [*left, "größer </s>"]
-    encoder = DocumentEncoder(tokenizer, bos=[])
+    encoder = TextEncoder(tokenizer)
     encoder.choose(CORPUS)
     assert encoder.description.startswith("tiktoken (equal to tokenizers on ")
-    block = encoder.encode(documents(*texts))
-    end = tokenizer.eos_token_id
-    wanted = [token for ids in plain_ids(tokenizer, texts) for token in [*ids, end]]
-    assert block.tokens.tolist() == wanted
-    assert block.lengths.sum() == len(wanted)
+    assert [ids.tolist() for ids in encoder.ids(texts)] == plain_ids(tokenizer, texts)
 
 
 def test_other_ids_on_the_users_data_are_never_used(monkeypatch: pytest.MonkeyPatch):
@@ -237,20 +228,19 @@ def test_other_ids_on_the_users_data_are_never_used(monkeypatch: pytest.MonkeyPa
         return ids[::-1], begins, counts
 
     monkeypatch.setattr(BytePairs, "encode_pretokens", backwards)
-    encoder = DocumentEncoder(tokenizer_of("gpt2"), bos=[])
+    encoder = TextEncoder(tokenizer_of("gpt2"))
     encoder.choose(CORPUS)
     assert encoder.description == "tokenizers (tiktoken gave other ids on this data)"
-    block = encoder.encode(documents(CORPUS[0]))
-    assert [block.tokens[:-1].tolist()] == plain_ids(tokenizer_of("gpt2"), CORPUS[:1])
+    assert [ids.tolist() for ids in encoder.ids(CORPUS)] == plain_ids(tokenizer_of("gpt2"), CORPUS)
 
 
 def test_threads_encode_at_the_same_time():
     encoder = encoder_of("gpt2")
-    batches = [documents(f"{i} " * (50 - i)) for i in range(50)]
+    batches = [[f"{i} " * (50 - i)] for i in range(50)]
     with ThreadPoolExecutor(4) as pool:
-        blocks = list(pool.map(encoder.encode, batches))
-    for block, batch in zip(blocks, batches, strict=True):
-        assert np.array_equal(block.tokens, encoder.encode(batch).tokens)
+        found = list(pool.map(encoder.ids, batches))
+    for (ids,), batch in zip(found, batches, strict=True):
+        assert np.array_equal(ids, encoder.ids(batch)[0])
 
 
 def test_as_many_cores_as_are_wanted_and_there(capsys: pytest.CaptureFixture[str]):
@@ -377,4 +367,4 @@ def test_other_tokenizers_go_the_slow_way():
     slow.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     chats = ConversationEncoder(Renderer(slow, template="chatml"))
     chats.choose(PLAIN)
-    assert chats.description == "tokenizers"
+    assert chats.description == "tokenizers (it is no byte-level BPE)"

@@ -36,9 +36,8 @@ from llmx.data.store import build
 from llmx.data.store.packing import best_fit, of_sequences, one_each
 from llmx.data.store.summary import print_samples, report, summary
 from llmx.data.tokenize import encoder as blocks
-from llmx.data.tokenize.conversations import Renderer
-from llmx.data.tokenize.documents import TokenBlock
-from llmx.data.tokenize.truncation import Fates, PromptCutter, Truncation
+from llmx.data.tokenize.conversations import Renderer, TokenSequence
+from llmx.data.tokenize.truncation import Fates, Truncation, shorter_prompts
 from llmx.errors import ConfigError, DataError
 from llmx.tasks import Task, prepare
 from tests.data_rows import CHATML, chat, learned, of_rows, row_tokenizer, sequences, write_rows
@@ -46,6 +45,8 @@ from tests.small_tokenizers import byte_tokenizer
 from tests.unit.test_data_tools import WITHOUT
 
 TOKENIZER = row_tokenizer()
+CHATTY = byte_tokenizer(*CHATML, chat_template=WITHOUT)
+RENDERER = Renderer(CHATTY)
 
 
 class Pairs(Task):
@@ -222,25 +223,19 @@ def test_a_rank_without_samples_has_no_examples(layout: str):
 def cut(*sequences: Tokens, by: Any = "auto", limit: int = 10, **options: Any) -> Any:
     """(the tokens of each sequence that are left, or None, what was counted)."""
     config = DataConfig(seq_len=limit, packing="best_fit", **options)
-    fates = Fates()
-    lengths = np.array([len(one.ids) for one in sequences])
-    ids, weights = (np.concatenate([getattr(one, name) for one in sequences])
-                    for name in ("ids", "weight"))  # fmt: skip
-    block = TokenBlock(
-        ids.astype(np.uint32),
-        weights.astype(np.float32),
-        lengths,
-        np.array([len(lengths)]) if len(lengths) > 1 else None,
-        {Column("place", per="token"): ids.astype(np.float32)},
-    )
-    left = Truncation(config, fates)([Example(tuple(sequences), cut=by)], block)
-    (values,) = left.columns.values()
-    assert values.tolist() == left.tokens.tolist()
-    assert fates.overflow.total() == (len(ids) > limit)
-    if not len(left.lengths):
+    fates, place = Fates(), Column("place", per="token")
+    whole = [
+        TokenSequence(ids := np.array(one.ids), np.array(one.weight) > 0, {place: ids})
+        for one in sequences
+    ]
+    truncation = Truncation(config, RENDERER, splits=False)
+    left = truncation.fitted(Example(tuple(sequences), cut=by), whole, fates, splits=False)
+    assert fates.overflow.total() == (sum(len(one.tokens) for one in whole) > limit)
+    if not left:
         return None, fates.dropped
-    parts = np.split(left.tokens, np.cumsum(left.lengths)[:-1])
-    return [part.tolist() for part in parts], [fates.truncated, fates.truncated_tokens]
+    (parts,) = left
+    assert all(part.columns[place].tolist() == part.tokens.tolist() for part in parts)
+    return [part.tokens.tolist() for part in parts], [fates.truncated, fates.truncated_tokens]
 
 
 def answer(prompt: int, completion: int, first: int = 0) -> Tokens:
@@ -289,12 +284,10 @@ def test_what_is_cut_fits_and_is_counted(shapes: list[tuple[int, int]], by: str,
 # Prompts that are cut as text: the label is whole
 
 TEXT = "这本书 😀e\u0301 👩\u200d🚀 very 好看。" * 6
-CHATTY = byte_tokenizer(*CHATML, chat_template=WITHOUT)
-RENDERER = Renderer(CHATTY)
 
 
-def cutter(limit: int, side: str = "left") -> PromptCutter:
-    return PromptCutter(RENDERER, limit=limit, side=side)
+def shortened(row: Conversation, limit: int, side: str = "left") -> Any:
+    return shorter_prompts(RENDERER, [row], limit=limit, side=side)
 
 
 labelled = functools.partial(chat, keeps_completion=True)
@@ -303,7 +296,7 @@ labelled = functools.partial(chat, keeps_completion=True)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_prompt_is_cut_between_characters(side: str):
     for limit in range(40, 200, 7):
-        ((found,), _) = cutter(limit, side).shortened(labelled(TEXT, "好评"))
+        ((found,), _) = shortened(labelled(TEXT, "好评"), limit, side)
         prompt, answer = found.messages
         assert answer.content == "好评"
         # Neither half an accent nor half of a joined emoji begins it, or is left behind.
@@ -321,18 +314,18 @@ def test_the_prompt_is_cut_between_characters(side: str):
 
 def test_the_oldest_turns_go_first():
     row = labelled("old " * 5, "answer", "new " * 5, "answer", "question", "bad", system="S")
-    ((found,), (short,)) = cutter(90).shortened(row)
+    ((found,), (short,)) = shortened(row, 90)
     assert [m.content for m in found.messages] == ["S", "new " * 5, "answer", "question", "bad"]
     assert len(short.tokens) <= 90
     same = labelled("a", "b", "a", "b", "a", "b")
-    assert cutter(400).shortened(same)[0] == (same,)
+    assert shortened(same, 400)[0] == [same]
     size = len(RENDERER.conversations([same])[0].tokens)
-    ((fitting,), _) = cutter(size - 1).shortened(same)
+    ((fitting,), _) = shortened(same, size - 1)
     assert [m.content for m in fitting.messages] == ["a", "b", "a", "b"]
 
 
 def test_a_label_that_does_not_fit_is_no_row():
-    assert cutter(30, "right").shortened(labelled("q", "label " * 10)) is None
+    assert shortened(labelled("q", "label " * 10), 30, "right") is None
 
 
 def labelled_rows(directory: Path, rows: list[tuple[str, str]], **data: object) -> Experiment:
@@ -375,17 +368,15 @@ def test_whole_examples_are_placed_once(examples: list[list[int]], packs: bool):
     lengths = np.array(list(itertools.chain(*examples)), np.int64)
     totals = np.array([sum(one) for one in examples], np.int64)
     placed = (best_fit if packs else one_each)(totals, capacity=36)
-    found = of_sequences(placed, lengths, sizes)
-    assert sorted(found.items.tolist()) == list(range(len(lengths)))
+    items, begins = of_sequences(placed.items, sizes)
+    assert sorted(items.tolist()) == list(range(len(lengths)))
     firsts = np.cumsum(sizes) - sizes
-    assert found.examples is not None
-    for number, (start, stop) in enumerate(itertools.pairwise(found.examples.tolist())):
+    for number, (start, stop) in enumerate(itertools.pairwise(begins.tolist())):
         example = int(placed.items[number])
         first = int(firsts[example])
-        assert found.items[start:stop].tolist() == list(range(first, first + int(sizes[example])))
-    for start, stop in itertools.pairwise(found.samples.tolist()):
-        span = slice(int(found.examples[start]), int(found.examples[stop]))
-        assert found.stops[span].sum() <= 36
+        assert items[start:stop].tolist() == list(range(first, first + int(sizes[example])))
+    for start, stop in itertools.pairwise(placed.samples.tolist()):
+        assert lengths[items[begins[start] : begins[stop]]].sum() <= 36
 
 
 # What a task may be, and what it is told
@@ -486,7 +477,7 @@ def test_what_does_not_go_together_is_said(tmp_path: Path):
     concat = experiment(tmp_path, [pair_row(1)], packing="concat")
     with pytest.raises(ConfigError, match=r"concat cuts examples .*task=pairs stores score, label"):
         prepared(concat)
-    with pytest.raises(ConfigError, match=r"several sequences that belong together \(up to 2\)"):
+    with pytest.raises(ConfigError, match=r"several sequences that belong together \(here 2\)"):
         prepared(concat, Plain)
     assert prepared(experiment(tmp_path, [pair_row(1)]), Plain)[0].example_sizes() == [2]
     with pytest.raises(DataError, match=r"rows\.jsonl, line 5: an unlucky number"):
@@ -539,7 +530,7 @@ def test_a_fast_encoder_is_proven_on_the_first_texts_and_the_first_chats(
     monkeypatch.setattr(build, "FAST_FROM_BYTES", 1 if is_large else 1 << 30)
     proven: list[str] = []
     monkeypatch.setattr(
-        blocks.DocumentEncoder, "choose", lambda self, texts: proven.append(texts[0][:1])
+        blocks.TextEncoder, "choose", lambda self, texts: proven.append(texts[0][:1])
     )
     monkeypatch.setattr(
         blocks.ConversationEncoder,

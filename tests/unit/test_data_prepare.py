@@ -29,7 +29,17 @@ from llmx.data.tokenize import encoder as blocks
 from llmx.errors import ConfigError, DataError
 from llmx.tasks import prepare, task_of, tokenizer_of
 from tests import forks
-from tests.data_rows import learned, of_rows, row_tokenizer, sequences, texts, turn, write_rows
+from tests.data_rows import (
+    chat_row,
+    learned,
+    of_rows,
+    of_text,
+    row_tokenizer,
+    sequences,
+    texts,
+    turn,
+    write_rows,
+)
 
 TOKENIZER = row_tokenizer()
 
@@ -38,14 +48,6 @@ def of_pairs(directory: Path, pairs: list[tuple[str, str]], **data: Any) -> Expe
     """SFT on questions and answers."""
     rows = [{"prompt": question, "response": answer} for question, answer in pairs]
     return of_rows(directory, rows, **{"seq_len": 32, **data})
-
-
-def of_text(directory: Path, rows: str | list[dict[str, str]], **data: Any) -> Experiment:
-    """Pretraining on a text, or on the documents of rows."""
-    name = "corpus.txt" if isinstance(rows, str) else "rows.jsonl"
-    exp = of_rows(directory, rows, name, **{"seq_len": 32, "packing": "concat", **data})
-    exp.task.kind = "pretrain"
-    return exp
 
 
 def store_path(exp: Experiment, tokenizer: Any = TOKENIZER) -> Path:
@@ -185,21 +187,14 @@ def _prepare_until_killed(exp: Experiment) -> None:
     blocks.BATCH_ROWS = 10
     append, written = writer.Writer.append, []
 
-    def append_or_die(self, block):
+    def append_or_die(self, examples):
         if len(written) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        append(self, block)
-        written.append(block)
+        written.append(examples)
+        return append(self, examples)
 
     writer.Writer.append = append_or_die
     prepare(exp, row_tokenizer())
-
-
-def chat_row(i: int) -> dict[str, str]:
-    """Some have no answer, some have another key, some are refused by the template."""
-    answer = "" if i % 17 == 3 else f"a{i}"
-    question = f"no {i}" if i % 11 == 5 else f"q{i}" * (i % 9 + 1)
-    return {"prompt": question, "answer" if i % 23 == 7 else "response": answer}
 
 
 def test_a_killed_preparation_starts_again(tmp_path: Path):

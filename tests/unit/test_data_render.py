@@ -22,9 +22,9 @@ from llmx.data.format.columns import Reading
 from llmx.data.format.formats import FORMATS
 from llmx.data.format.rows import Conversation, Message
 from llmx.data.format.templates import TEMPLATES
-from llmx.data.source.records import Document, Record
+from llmx.data.source.records import Record
 from llmx.data.tokenize.conversations import Renderer, TokenSequence
-from llmx.data.tokenize.documents import DocumentEncoder
+from llmx.data.tokenize.documents import TextEncoder
 from llmx.errors import ConfigError, DataError
 from llmx.tasks import tokenizer_of
 from tests.chat_templates import OF_TRL, PUBLISHED
@@ -130,13 +130,12 @@ def test_stop_tokens():
 
 def test_documents_have_a_begin_an_end_and_plain_text_between():
     tokenizer = byte_tokenizer("<|x|>", begin="<s>")
-    encoder = DocumentEncoder(tokenizer, bos=Renderer(tokenizer).bos)
-    block = encoder.encode([Document("a</s>b", WHERE), Document("second", WHERE)])
-    first, second = np.split(block.tokens, block.lengths[:1])
-    assert tokenizer.decode(first) == "<s>a</s>b</s>"
-    assert int(np.sum(first == tokenizer.eos_token_id)) == 1  # not the one in the text
-    assert tokenizer.decode(second) == "<s>second</s>"
-    assert block.targets.all()
+    ids = TextEncoder(tokenizer).ids(["a</s>b", "second"])
+    first, second = map(Renderer(tokenizer).document, ids)
+    assert tokenizer.decode(first.tokens) == "<s>a</s>b</s>"
+    assert int(np.sum(first.tokens == tokenizer.eos_token_id)) == 1  # not the one in the text
+    assert tokenizer.decode(second.tokens) == "<s>second</s>"
+    assert first.targets.all()
 
 
 # The templates of well-known models: turns x system x tools

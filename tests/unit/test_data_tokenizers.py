@@ -49,7 +49,7 @@ def test_it_loads_and_gives_text_back(tmp_path: Path):
     trained = train(experiment(tmp_path))
     tokenizer = AutoTokenizer.from_pretrained(trained.path)
     assert len(tokenizer) == trained.vocab_size == 700
-    assert "700; 704 when padded to a multiple of 64" in str(trained)
+    assert "700; 704 when padded to a multiple of 64" in trained.summary
     assert 2 < trained.bytes_per_token < 5
     ids = tokenizer(STRANGE, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert tokenizer.decode(ids) == STRANGE
@@ -108,7 +108,7 @@ def test_a_small_vocabulary_of_little_text_is_reported_as_it_is(tmp_path: Path):
     exp.data.sources = [SourceConfig(path=path) for path in reversed(paths)]
     trained = train(exp)
     assert 260 < trained.vocab_size < 300
-    assert "asked for 64,000" in str(trained)
+    assert "asked for 64,000" in trained.summary
 
 
 def test_the_command_takes_a_data_group_and_no_model(

@@ -21,7 +21,7 @@ import numpy as np
 
 from llmx import text as human
 from llmx.config import DataConfig
-from llmx.data.examples import Encoding, over_long_of
+from llmx.data.examples import Encoding
 from llmx.data.progress import PreparationProgress
 from llmx.data.source.records import (
     RejectedRecords,
@@ -35,10 +35,9 @@ from llmx.data.split import DatasetSplit
 from llmx.data.store.samples import STORE_FORMAT, SampleStore, locked, publish
 from llmx.data.store.spec import DatasetSpec, dataset_spec, renderer_of
 from llmx.data.store.writer import Writer
-from llmx.data.tokenize.conversations import Renderer
 from llmx.data.tokenize.documents import parallel_tokenizers, worker_count
 from llmx.data.tokenize.encoder import ExampleEncoder
-from llmx.data.tokenize.truncation import Fates, Truncation
+from llmx.data.tokenize.truncation import Fates
 from llmx.errors import DataError, LlmxError, disk_is_full
 from llmx.text import plural, printable
 
@@ -99,11 +98,11 @@ def build(spec: DatasetSpec) -> SampleStore:
     """
     split, path = spec.split, spec.path
     progress = PreparationProgress(
-        f"Preparing {path.name}", total_bytes=split.total_bytes, read=lambda: split.meter.bytes
+        f"Preparing {path.name}", total_bytes=split.total_bytes, meter=split.meter
     )
 
     def fill(directory: Path) -> dict[str, Any]:
-        writer = Writer(directory, spec.encoding.columns)
+        writer = Writer(directory, spec.encoding.columns, task=spec.encoding.name)
         try:
             return _filled(spec, writer, progress)
         except (LlmxError, OSError) as error:
@@ -170,22 +169,21 @@ def _append_all(
     A function of its own, so that the encoder's tables are gone when samples are packed.
     """
     split, fates = spec.split, Fates()
-    split.look_ahead()
+    _ = split.repeated  # a reading with a progress of its own, if it needs one
     with parallel_tokenizers(workers), progress:
         # Of a Hub dataset the size is not known.
         proves = not split.source_bytes or split.source_bytes >= FAST_FROM_BYTES
         encoder = ExampleEncoder(
             split, spec.renderer, spec.encoding, workers=workers, proves=proves
         )
-        truncation = _truncation(split, spec.renderer, spec.encoding, fates)
         num_refused = 0
-        for batch, block in encoder.blocks(split.rows()):
+        for batch, examples in encoder.encoded(split.rows()):
             num_refused += len(batch.rejected)
             for error in batch.rejected:
                 split.rejects.add(error)
             fates.add(batch.fates)
-            writer.append(truncation(batch.examples, block))
-            progress.add(size=batch.size, tokens=len(block.tokens))
+            num_tokens = writer.append(examples)
+            progress.add(size=batch.size, tokens=num_tokens)
     # Those that the sources leave out or reject come to no encoder.
     fates.rows_read += split.left_out.total() + split.rejects.counts.total() - num_refused
     fates.dropped += split.left_out
@@ -211,11 +209,10 @@ def fates_of(
     renderer, fates = renderer_of(split, tokenizer, encoding), Fates()
     rejected, num_tokens = list[str](), 0
     encoder = ExampleEncoder(split, renderer, encoding, workers=1, proves=False)
-    truncation = _truncation(split, renderer, encoding, fates)
-    for batch, block in encoder.blocks(rows):
+    for batch, examples in encoder.encoded(rows):
         fates.add(batch.fates)
         rejected += [error.reason for error in batch.rejected]
-        num_tokens += len(truncation(batch.examples, block).tokens)
+        num_tokens += sum(len(part.tokens) for _, parts in examples for part in parts)
     return {
         **vars(fates),
         "num_tokens": num_tokens,
@@ -224,19 +221,6 @@ def fates_of(
         "seq_len": split.data.seq_len,
         "split": f"first {plural(len(rows), 'row')} of the {split.name}",
     }
-
-
-def _truncation(
-    split: DatasetSplit, renderer: Renderer, encoding: Encoding, fates: Fates
-) -> Truncation:
-    return Truncation(
-        split.data,
-        fates,
-        bos=renderer.bos,
-        eos=renderer.eos or (),
-        splits=over_long_of(split, encoding) == "split",
-        wraps=encoding.verbatim,
-    )
 
 
 def nothing_left(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 from array import array
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -20,19 +19,18 @@ class Packing:
     """The pieces of all samples, one sample after the other. All arrays are integers."""
 
     items: np.ndarray
-    """[pieces]: the example (or, with ``examples``, the sequence) that each piece is of."""
+    """[pieces]: the example that each piece is of."""
     starts: np.ndarray
     """[pieces]: its first token, counted from the start of the example."""
     stops: np.ndarray
     """[pieces]: behind its last token."""
     samples: np.ndarray
     """[samples + 1]: the first piece of each sample."""
-    examples: np.ndarray | None = None
-    """[examples + 1]: the first piece of each example, where an example has several sequences;
-    then ``samples`` holds the first example of each sample, and ``items`` are sequences."""
 
-    def __len__(self) -> int:
-        return len(self.samples) - 1
+    @classmethod
+    def whole(cls, items: np.ndarray, lengths: np.ndarray, samples: np.ndarray) -> Packing:
+        """Examples as they are: ``items`` in this order."""
+        return cls(items, np.zeros_like(items), lengths[items], samples)
 
 
 def best_fit(lengths: np.ndarray, *, capacity: int) -> Packing:
@@ -63,63 +61,38 @@ def best_fit(lengths: np.ndarray, *, capacity: int) -> Packing:
             by_room[left].append(sample)
     placed = np.frombuffer(sample_of, np.int64) if count else np.zeros(0, np.int64)
     items = order[np.argsort(placed, kind="stable")]
-    samples = borders(np.bincount(placed, minlength=count))
-    return Packing(items, np.zeros_like(items), lengths[items], samples)
+    return Packing.whole(items, lengths, borders(np.bincount(placed, minlength=count)))
 
 
 def concat(lengths: np.ndarray, *, capacity: int) -> Packing:
     """All examples one after the other, cut at ``capacity``. The last sample may be shorter; a rest
     of a single token, from which nothing can be learned, is left out."""
-    row_borders = borders(np.asarray(lengths, np.int64))
-    total = int(row_borders[-1])
+    edges = borders(np.asarray(lengths, np.int64))
+    total = int(edges[-1])
     if total % capacity == 1:
         total -= 1
-    small = _smallest(max(len(lengths), int(np.max(lengths, initial=0))))
-    # In place wherever it can be, and gone as soon as it can be: a corpus has millions of examples.
     cuts = np.arange(0, total, capacity, dtype=np.int64)
-    begins = np.concatenate([row_borders[: np.searchsorted(row_borders, total)], cuts])
-    begins.sort()
-    is_first = np.ones(len(begins), np.bool_)
-    np.not_equal(begins[1:], begins[:-1], out=is_first[1:])
-    begins = begins[is_first]
-    del is_first
+    begins = np.sort(np.concatenate([edges[edges < total], cuts]), kind="stable")
+    begins = begins[np.diff(begins, prepend=-1) > 0]
+    items = np.searchsorted(edges, begins, side="right") - 1
+    starts = begins - edges[items]
     samples = np.append(np.searchsorted(begins, cuts), len(begins))
-    del cuts
-    items = np.searchsorted(row_borders, begins, side="right").astype(small)
-    items -= 1
-    sizes = np.empty(len(begins), small)
-    np.subtract(begins[1:], begins[:-1], out=sizes[:-1], casting="same_kind")
-    sizes[-1:] = total - begins[-1:]
-    begins -= row_borders[items]
-    starts = begins.astype(small)
-    del begins, row_borders
-    sizes += starts
-    return Packing(items, starts, sizes, samples)
+    return Packing(items, starts, starts + np.diff(begins, append=total), samples)
 
 
 def one_each(lengths: np.ndarray, *, capacity: int) -> Packing:
     """One sample of one example."""
-    items = np.arange(len(lengths), dtype=np.int64)
-    stops = np.asarray(lengths, np.int64)
-    samples = np.arange(len(items) + 1, dtype=np.int64)
-    return Packing(items, np.zeros_like(items), stops, samples)
+    numbers = np.arange(len(lengths) + 1, dtype=np.int64)
+    return Packing.whole(numbers[:-1], np.asarray(lengths, np.int64), numbers)
 
 
-def of_sequences(packing: Packing, lengths: np.ndarray, sizes: np.ndarray) -> Packing:
-    """A packing of whole examples as one of their sequences: each example has ``sizes`` of them,
-    which have these ``lengths``."""
-    firsts = borders(sizes)
-    packed_sizes = sizes[packing.items]
-    examples = borders(packed_sizes)
-    items = np.repeat(firsts[packing.items] - examples[:-1], packed_sizes) + np.arange(
-        int(examples[-1])
-    )
-    return Packing(items, np.zeros_like(items), lengths[items], packing.samples, examples)
-
-
-def _smallest(largest: int) -> type[np.signedinteger[Any]]:
-    """The smaller of two types that holds it: of millions of examples, half of the memory."""
-    return np.int32 if largest <= np.iinfo(np.int32).max else np.int64
+def of_sequences(examples: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The sequences of ``examples``, in this order, and the first of each of them (and the end of
+    the last), where every example has ``sizes`` of them."""
+    counts = sizes[examples]
+    firsts = borders(counts)
+    shift = np.repeat(borders(sizes)[examples] - firsts[:-1], counts)
+    return shift + np.arange(len(shift)), firsts
 
 
 def borders(sizes: np.ndarray) -> np.ndarray:

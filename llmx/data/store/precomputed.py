@@ -23,14 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from llmx.data.examples import Column
+from llmx.data.examples import Column, Schema, listed
 from llmx.data.store.samples import (
     SampleStore,
     cannot_write,
-    check_sizes,
     locked,
     mapped,
     publish,
+    read_meta,
 )
 from llmx.data.store.spec import fingerprint_of
 from llmx.errors import ConfigError, DataError
@@ -91,16 +91,9 @@ class Precomputed:
 
         Raises DataError where a file has not the size that was written.
         """
-        try:
-            meta = json.loads((self.path / "meta.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not (self.path / "meta.json").exists():
             return None
-        except (OSError, json.JSONDecodeError) as error:
-            raise DataError(
-                f"{self.path} cannot be read ({error}). Remove the directory; its columns are "
-                "computed again."
-            ) from error
-        check_sizes(self.path, meta)
+        read_meta(self.path, version=PRECOMPUTED_FORMAT)
         return self.store.with_columns(
             {
                 column: mapped(self.path / f"{column.name}.bin", column.numpy_dtype, column.shape)
@@ -186,27 +179,19 @@ def check_values(
         ConfigError: other columns, or other shapes, than are declared.
         DataError: a value that is not finite.
     """
-    declared_names = {column.name for column in columns}
-    if set(tensors) != declared_names:
+    if set(tensors) != {column.name for column in columns}:
         raise ConfigError(
-            f"task={task}: precompute() gave {', '.join(sorted(tensors)) or 'nothing'}; "
-            f"`precomputed` declares {', '.join(sorted(declared_names))}."
+            f"task={task}: precompute() gave {listed(tensors) if tensors else 'nothing'}; "
+            f"`precomputed` declares {listed(column.name for column in columns)}."
         )
-    values: Values = {}
+    schema, values = Schema(tuple(columns), task, "precompute()"), {}
     for column in columns:
         array = np.asarray(tensors[column.name].detach().cpu().numpy())
-        shape = (counts[place(column)], *column.shape)
-        if array.shape != shape:
-            by = "target token" if column.per == "token" else column.per
-            raise ConfigError(
-                f"task={task}: precompute() gave {column.name} in the shape {array.shape}; by {by} "
-                f"it is {shape} here."
-            )
-        values[column.name] = array.astype(column.numpy_dtype)
-        if column.numpy_dtype.kind == "f" and not np.isfinite(values[column.name]).all():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise DataError(
                 f"The precomputed column {column.name} has a value that is not finite: the frozen "
                 "model overflows, or its weights are damaged. Check the model; with precision=fp16 "
                 "try precision=bf16 or fp32."
             )
+        values[column.name] = schema.array(column, array, counts[place(column)])
     return values

@@ -40,12 +40,13 @@ import numpy as np
 
 from llmx.data.examples import WEIGHT, Column, Example, Schema, Tokens
 from llmx.data.source.files import sha256_of_file
+from llmx.data.store.packing import borders
 from llmx.errors import ConfigError, DataError
 
 STORE_FORMAT = 4
 """The version of the files. Data in another version is prepared again, under the same fingerprint
 if the samples are the same."""
-INDEX_FILES = ("samples.npy", "examples.npy", "sequences.npy", "offsets.npy", "target_counts.npy")
+INDEX = ("samples", "examples", "sequences", "offsets", "target_counts")
 WEIGHTS_FILE = "sample_weights.npy"
 
 
@@ -129,59 +130,38 @@ class SampleStore:
     def __init__(self, path: Path, meta: dict[str, Any]) -> None:
         self.path = path
         self.meta = meta
+        self.fingerprint = str(meta["fingerprint"])
+        """Hex digest of source bytes, tokenizer, template and every option that matters."""
+        self.seq_len = int(meta["seq_len"])
+        self.num_sequences = int(meta["num_sequences"])
+        """The number of sequences in all samples."""
         self.columns = tuple(
             Column(**{**values, "shape": tuple(values["shape"])}) for values in meta["columns"]
         )
         """The task's columns, beside tokens and targets."""
         self._schema = schema = Schema(self.columns)
-        arrays = [np.load(path / name, mmap_mode="r") for name in INDEX_FILES]
+        arrays = [np.load(path / f"{name}.npy", mmap_mode="r") for name in INDEX]
         self._samples, self._examples, self._sequences, self._offsets, self._target_counts = arrays
-        self._tokens = self._mapped("tokens", np.uint32)
-        if schema.weighted:
-            self._targets = self._mapped(WEIGHT, np.float32)
-            self._weights = np.load(path / WEIGHTS_FILE, mmap_mode="r")
-        else:
-            self._targets = self._mapped("targets", np.uint8)
-            self._weights = self._target_counts
+        self._tokens = mapped(path / "tokens.bin", np.uint32, ())
         self._arrays = {
-            column.name: self._mapped(column.name, column.dtype, column.shape)
+            column.name: mapped(path / f"{column.name}.bin", column.dtype, column.shape)
             for column in self.columns
-            if column.name != WEIGHT
         }
         self._of_targets: frozenset[str] = frozenset()
         """Columns by token whose arrays have a value for each target token, and no others."""
-
-    def _mapped(self, name: str, dtype: Any, shape: tuple[int, ...] = ()) -> np.ndarray:
-        return mapped(self.path / f"{name}.bin", dtype, shape)
+        if schema.weighted:
+            self._targets = self._arrays[WEIGHT]
+            self._weights = np.load(path / WEIGHTS_FILE, mmap_mode="r")
+        else:
+            self._targets = mapped(path / "targets.bin", np.uint8, ())
+            self._weights = self._target_counts
 
     @classmethod
     def open(cls, path: Path | str) -> SampleStore:
         """Open a store; raises DataError if it is not one, is of another format version, or
         a file has not the size that ``meta.json`` records."""
-        path = Path(path)
-        try:
-            meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
-            raise DataError(
-                f"{path} is not a prepared data store ({error}). "
-                "Remove the directory; it is prepared again at the next run."
-            ) from error
-        if meta.get("format_version") != STORE_FORMAT:
-            raise DataError(
-                f"{path} has store format {meta.get('format_version')}, this version of llmx "
-                f"reads {STORE_FORMAT}. Remove the directory; it is prepared again."
-            )
-        check_sizes(path, meta)
-        return cls(path, meta)
-
-    @property
-    def fingerprint(self) -> str:
-        """Hex digest of source bytes, tokenizer, template and every option that matters."""
-        return str(self.meta["fingerprint"])
-
-    @property
-    def seq_len(self) -> int:
-        return int(self.meta["seq_len"])
+        meta = read_meta(Path(path), version=STORE_FORMAT)
+        return cls(Path(path), meta)
 
     @property
     def batch_columns(self) -> tuple[Column, ...] | None:
@@ -189,11 +169,6 @@ class SampleStore:
         that batches need only tokens."""
         grouped = len(self._examples) != len(self._sequences)
         return self.columns if self.columns or grouped else None
-
-    @property
-    def num_sequences(self) -> int:
-        """The number of sequences in all samples."""
-        return len(self._sequences) - 1
 
     def with_columns(self, columns: Mapping[Column, np.ndarray]) -> SampleStore:
         """The same store with further columns, which ``columns`` maps to their values in the order
@@ -214,7 +189,7 @@ class SampleStore:
     @functools.cached_property
     def _first_targets(self) -> np.ndarray:
         """int64 [samples + 1]: target tokens before each sample."""
-        return np.concatenate([[0], np.cumsum(self._target_counts)]).astype(np.int64)
+        return borders(self._target_counts)
 
     def span(self, per: str, first: int, last: int) -> slice:
         """The sequences, the examples or the target tokens (``per``: ``target``) of the samples
@@ -232,35 +207,39 @@ class SampleStore:
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} is not in [0, {len(self)})")
-        examples = slice(int(self._samples[index]), int(self._samples[index + 1]))
-        first, last = int(self._examples[examples.start]), int(self._examples[examples.stop])
+        examples = self.span("example", index, index + 1)
+        sequences = self.span("sequence", index, index + 1)
+        first, last = sequences.start, sequences.stop
         starts = self._sequences[first : last + 1] - self._sequences[first]
-        offsets = self._offsets[first:last]
+        offsets = self._offsets[sequences]
         in_file = [slice(*span) for span in zip(offsets, offsets + np.diff(starts), strict=True)]
-        targets = np.concatenate([self._targets[span] for span in in_file])
-        targets[starts[:-1]] = 0
-        weighted = self._schema.weighted
-        grouped = last - first != examples.stop - examples.start
 
-        def values(column: Column) -> np.ndarray:
+        def gathered(by_token: np.ndarray) -> np.ndarray:
+            return np.concatenate([by_token[span] for span in in_file])
+
+        targets = gathered(self._targets)
+        targets[starts[:-1]] = 0
+        columns: dict[str, np.ndarray] = {}
+        for column in self.columns:
+            if column.name == WEIGHT:
+                continue
             stored = self._arrays[column.name]
             if column.per != "token":
-                return stored[examples if column.per == "example" else slice(first, last)]
-            if column.name not in self._of_targets:
-                return np.concatenate([stored[span] for span in in_file])
-            by_token = np.zeros((len(targets), *column.shape), column.numpy_dtype)
-            by_token[targets != 0] = stored[self.span("target", index, index + 1)]
-            return by_token
-
+                columns[column.name] = stored[examples if column.per == "example" else sequences]
+            elif column.name in self._of_targets:
+                values = np.zeros((len(targets), *column.shape), column.numpy_dtype)
+                values[targets != 0] = stored[self.span("target", index, index + 1)]
+                columns[column.name] = values
+            else:
+                columns[column.name] = gathered(stored)
+        grouped = last - first != examples.stop - examples.start
         return Sample(
-            tokens=np.concatenate([self._tokens[span] for span in in_file]),
-            targets=targets != 0 if weighted else targets.view(np.bool_),
+            tokens=gathered(self._tokens),
+            targets=targets != 0,
             sequence_starts=starts[:-1],
-            weights=targets if weighted else None,
+            weights=targets if self._schema.weighted else None,
             example_starts=self._examples[examples] - first if grouped else None,
-            columns={
-                column.name: values(column) for column in self.columns if column.name != WEIGHT
-            },
+            columns=columns,
         )
 
     def num_target_tokens(self, index: int | np.ndarray) -> int:
@@ -287,11 +266,8 @@ class SampleStore:
         sequence."""
         lines, lengths, squares = [], [], []
         for sample in np.asarray(index).tolist():
-            first, last = (
-                self._examples[self._samples[sample]],
-                self._examples[self._samples[sample + 1]],
-            )
-            sizes = np.diff(self._sequences[first : last + 1])
+            span = self.span("sequence", sample, sample + 1)
+            sizes = np.diff(self._sequences[span.start : span.stop + 1])
             lines.append(1 if packed else len(sizes))
             lengths.append(int(sizes.sum() if packed else sizes.max()))
             squares.append(int(np.dot(sizes, sizes)))
@@ -352,8 +328,24 @@ def mapped(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
     return np.memmap(path, dtype, "r").reshape(-1, *shape)
 
 
-def check_sizes(path: Path, meta: Mapping[str, Any]) -> None:
-    """Raise DataError where a file has not the size that ``meta.json`` records."""
+def read_meta(path: Path, *, version: int) -> dict[str, Any]:
+    """The ``meta.json`` of a published directory.
+
+    Raises DataError where there is none, or of another format version, or where a file has not the
+    size that it records.
+    """
+    try:
+        meta: dict[str, Any] = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise DataError(
+            f"{path} is not a prepared data store ({error}). "
+            "Remove the directory; it is prepared again at the next run."
+        ) from error
+    if meta.get("format_version") != version:
+        raise DataError(
+            f"{path} has store format {meta.get('format_version')}, this version of llmx "
+            f"reads {version}. Remove the directory; it is prepared again."
+        )
     for name, size in meta["file_bytes"].items():
         actual_size = (path / name).stat().st_size if (path / name).exists() else None
         if actual_size != size:
@@ -361,6 +353,7 @@ def check_sizes(path: Path, meta: Mapping[str, Any]) -> None:
                 f"{path / name} has {actual_size} bytes, {size} were written: the store is "
                 "damaged. Remove the directory; it is prepared again."
             )
+    return meta
 
 
 def check_sums(path: Path, meta: Mapping[str, Any]) -> None:
@@ -406,29 +399,21 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def save_index(
-    directory: Path,
-    *,
-    samples: Any,
-    examples: Any,
-    sequences: Any,
-    offsets: Any,
-    target_counts: Any,
-    weights: Any = None,
+    directory: Path, index: Mapping[str, Any], weights: np.ndarray | None
 ) -> dict[str, Any]:
-    """Write the index of a store; returns its counts, for meta.json."""
-    for name, values in zip(
-        INDEX_FILES, (samples, examples, sequences, offsets, target_counts), strict=True
-    ):
-        np.save(directory / name, np.asarray(values, np.int64))
+    """Write the index of a store, an array for each of ``INDEX``, and the weight of each sample;
+    returns its counts, for meta.json."""
+    for name in INDEX:
+        np.save(directory / f"{name}.npy", np.asarray(index[name], np.int64))
     counts: dict[str, Any] = {
-        "num_samples": len(target_counts),
-        "num_examples": len(examples) - 1,
-        "num_sequences": len(sequences) - 1,
-        "num_tokens": int(sequences[-1]),
-        "num_target_tokens": int(np.sum(target_counts)),
+        "num_samples": len(index["target_counts"]),
+        "num_examples": len(index["examples"]) - 1,
+        "num_sequences": len(index["sequences"]) - 1,
+        "num_tokens": int(index["sequences"][-1]),
+        "num_target_tokens": int(np.sum(index["target_counts"])),
     }
     if weights is not None:
-        np.save(directory / WEIGHTS_FILE, np.asarray(weights, np.float64))
+        np.save(directory / WEIGHTS_FILE, weights)
         counts["target_weight"] = float(np.sum(weights))
     return counts
 

@@ -27,7 +27,6 @@ from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
 SAMPLES_VERSION = 1
 """Raised when other samples are made of the same rows. (The files of a store have a format of
 their own, ``store.STORE_FORMAT``, which leaves the samples and so the fingerprint as they are.)"""
-_SUFFIX = f"-v{STORE_FORMAT}"
 PREPARATION = f"{SAMPLES_VERSION}.{ROWS_VERSION}"
 """Another one makes other samples of the same files and options."""
 
@@ -43,13 +42,10 @@ class DatasetSpec:
     """The task, which makes examples of rows."""
     identity: dict[str, Any]
     """Everything that decides the store's samples."""
+    fingerprint: str
+    """The hex digest of ``identity``, which names the store."""
     path: Path
     """The directory of the store, whether it exists or not."""
-
-    @property
-    def fingerprint(self) -> str:
-        """The hex digest of ``identity``, which names the store."""
-        return fingerprint_of(self.identity)
 
 
 def dataset_spec(
@@ -82,8 +78,11 @@ def dataset_spec(
         "columns": [asdict(column) for column in encoding.columns],
         "task": task_identity or None,
     }
-    path = _path(data, identity, split)
-    return DatasetSpec(data, dataset_split, renderer, encoding, identity, path)
+    fingerprint = fingerprint_of(identity)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", data.name or Path(data.path).stem)[:40] or "data"
+    directory_name = f"{name}-{split}-{fingerprint[:16]}-v{STORE_FORMAT}"
+    path = cache_directory(data).absolute() / "data" / directory_name
+    return DatasetSpec(data, dataset_split, renderer, encoding, identity, fingerprint, path)
 
 
 def renderer_of(split: DatasetSplit, tokenizer: Any, encoding: Encoding) -> Renderer:
@@ -108,9 +107,3 @@ def fingerprint_of(identity: dict[str, Any]) -> str:
     """Hex digest of what decides a store's content."""
     text = json.dumps(identity, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _path(data: DataConfig, identity: dict[str, Any], split: str) -> Path:
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", data.name or Path(data.path).stem)[:40]
-    directory = cache_directory(data).absolute() / "data"
-    return directory / f"{name or 'data'}-{split}-{fingerprint_of(identity)[:16]}{_SUFFIX}"

@@ -23,8 +23,8 @@ from llmx.tolerance import rule, too_much
 def summary(store: SampleStore) -> str:
     """One paragraph about a store, for a log."""
     lines = report(store.meta, was_prepared=True)
-    shown = [line for line in lines if line[0] not in NOT_IN_LOGS and line[1] != "none"]
-    return "; ".join(f"{name}: {value}" for name, value in shown) + "."
+    listed = [line for line in lines if line[0] not in NOT_IN_LOGS and line[1] != "none"]
+    return "; ".join(f"{name}: {value}" for name, value in listed) + "."
 
 
 NOT_IN_LOGS = ("sources", "encoder", "time")
@@ -44,8 +44,7 @@ def lost_rows(meta: dict[str, Any], *, longest: int | None = None) -> list[str]:
         unused_reasons.pop(reason, None)
     dropped = sum(too_long.values())
     rows = meta["truncated"] + dropped
-    cut_off = meta["truncated_tokens"]
-    part = cut_off / max(1, cut_off + meta["num_tokens"])
+    part = _cut_share(meta)
     warnings = []
     if rows > WARN_FROM * read or part > WARN_FROM:
         fates = [f"{n:,} dropped ({reason})" for reason, n in too_long.items()]
@@ -69,14 +68,16 @@ def check_lost(meta: dict[str, Any], *, max_lost: float, longest: int | None = N
     """Raise DataError where more of the rows or tokens of a store is lost than ``max_lost``."""
     fates = Counter(meta["dropped"]) + Counter(meta["rejected"])
     rows = fates.total() - sum(fates[reason] for reason in NOT_LOST)
-    cut_off = meta["truncated_tokens"]
-    losses = [
-        (rows / max(1, meta["rows_read"]), rows),
-        (cut_off / max(1, cut_off + meta["num_tokens"]), meta["truncated"]),
-    ]
+    losses = [(rows / max(1, meta["rows_read"]), rows), (_cut_share(meta), meta["truncated"])]
     if any(too_much(*loss, max_lost=max_lost) for loss in losses):
         causes = [text.removeprefix("WARNING: ") for text in lost_rows(meta, longest=longest)]
         raise DataError("\n".join([*causes, rule(max(losses)[0], max_lost=max_lost)]))
+
+
+def _cut_share(meta: dict[str, Any]) -> float:
+    """The fraction of the tokens that was cut off."""
+    cut_off = meta["truncated_tokens"]
+    return float(cut_off / max(1, cut_off + meta["num_tokens"]))
 
 
 def _advice(meta: dict[str, Any], dropped: int, longest: int | None) -> str:
@@ -179,8 +180,7 @@ def _truncated(meta: dict[str, Any]) -> str:
     """The rows that were truncated to ``seq_len``, and the tokens cut off."""
     if not meta["truncated"]:
         return "none"
-    cut_off = meta["truncated_tokens"]
-    part = cut_off / (cut_off + meta["num_tokens"])
+    cut_off, part = meta["truncated_tokens"], _cut_share(meta)
     lost = f"; {plural(cut_off, 'token')} ({part:.1%} of all) cut off" if cut_off else ""
     return f"{plural(meta['truncated'], 'row')} to {meta['seq_len']:,} tokens{lost}"
 
@@ -188,9 +188,9 @@ def _truncated(meta: dict[str, Any]) -> str:
 def draw_histogram(meta: dict[str, Any]) -> str:
     """A bar for the rows of each step of length, in a line with its longest and its number."""
     edges, rows = (meta["row_length_histogram"][key] for key in ("edges", "rows"))
-    most = max(rows)
+    highest = max(rows)
     return "\n".join(
-        f"up to {edge - 1:>9,}  {'█' * round(BAR * count / most):{BAR}}  {count:,}"
+        f"up to {edge - 1:>9,}  {'█' * round(BAR * count / highest):{BAR}}  {count:,}"
         for edge, count in zip(edges[1:], rows, strict=True)
     )
 
@@ -204,9 +204,13 @@ BAR = 30
 # shade; elsewhere runs of target tokens stand between « and », special tokens between ⟨ and ⟩, and
 # a | between tokens. What the data holds cannot steer the terminal.
 
-TARGET, TARGET_ODD = "bold green", "green"
-PLAIN, PLAIN_ODD = "", "dim"
-SPECIAL, TARGET_SPECIAL = "black on yellow", "black on green"
+STYLES = {
+    # (target, special): at even places, at odd ones, so that each token can be seen
+    (True, False): ("bold green", "green"),
+    (False, True): ("black on yellow", "black on yellow"),
+    (True, True): ("black on green", "black on green"),
+    (False, False): ("", "dim"),
+}
 SHOWN_SEQUENCES = 6
 """Sequences that are shown of a sample; a packed one may have hundreds."""
 BYTES_OF_A_CHARACTER = 4
@@ -220,13 +224,12 @@ def print_samples(store: SampleStore, tokenizer: Any, *, count: int) -> None:
 
     console = Console(highlight=False)
     colour = console.is_terminal
-    legend = Text("Tokens: ")
     if colour:
-        for name, style in (("target", TARGET), ("special", SPECIAL), ("both", TARGET_SPECIAL)):
-            legend.append(name, style=style).append(" ")
+        names = ("target", "special", "both")
+        styled = [(name, even) for name, (even, _) in zip(names, STYLES.values(), strict=False)]
+        console.print(Text.assemble("Tokens: ", *((f"{name} ", style) for name, style in styled)))
     else:
-        legend.append("«target», ⟨special⟩, a|b are two")
-    console.print(legend)
+        console.print("Tokens: «target», ⟨special⟩, a|b are two")
     for index in range(min(count, len(store))):
         sample = store[index]
         contents = plural(
@@ -240,12 +243,9 @@ def print_samples(store: SampleStore, tokenizer: Any, *, count: int) -> None:
         )
         lines = sample_lines(sample, tokenizer, colour=colour)  # two of each sequence
         for line in lines[: 2 * SHOWN_SEQUENCES]:
-            text = Text()
-            for piece, style in line:
-                text.append(piece, style=style)
-            console.print(text, soft_wrap=True)
-        if (more := len(lines) // 2 - SHOWN_SEQUENCES) > 0:
-            console.print(f"... and {more} more")
+            console.print(Text.assemble(*line), soft_wrap=True)
+        if (num_hidden := len(lines) // 2 - SHOWN_SEQUENCES) > 0:
+            console.print(f"... and {num_hidden} more")
         for column in store.columns:
             if column.per != "token":
                 values = _values(sample.columns[column.name])
@@ -280,7 +280,7 @@ def sample_lines(sample: Sample, tokenizer: Any, *, colour: bool) -> list[list[t
         for place, (text, start, stop) in enumerate(_shown(ids, tokenizer)):
             target, special = bool(targets[start:stop].any()), ids[start] in special_ids
             if colour:
-                line.append((text, _style(target=target, special=special, even=place % 2 == 0)))
+                line.append((text, STYLES[target, special][place % 2]))
             else:
                 edge = "«" if target else "»"
                 mark = edge if target != target_before else "|" if place else ""
@@ -301,15 +301,6 @@ def _titles(sample: Sample) -> list[str]:
         for number, size in enumerate(sample.example_sizes(), start=1)
         for place in range(1, size + 1)
     ]
-
-
-def _style(*, target: bool, special: bool, even: bool) -> str:
-    """Neighbouring tokens of one kind differ in shade, so that each can be seen."""
-    if special:
-        return TARGET_SPECIAL if target else SPECIAL
-    if target:
-        return TARGET if even else TARGET_ODD
-    return PLAIN if even else PLAIN_ODD
 
 
 def _shown(ids: list[int], tokenizer: Any) -> list[tuple[str, int, int]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from llmx.data.examples import WEIGHT, Column, Schema
 from llmx.data.store.packing import PACKERS, borders, of_sequences
 from llmx.data.store.samples import save_index
-from llmx.data.tokenize.documents import TokenBlock
+from llmx.data.tokenize.conversations import EncodedExample
 
 CHUNK_TOKENS = 1 << 20
 """Tokens whose targets are counted at once."""
@@ -30,9 +31,9 @@ CHUNK_ROWS = 1 << 16
 class Writer:
     """Appends examples to the files of a store in ``directory``; then ``pack`` writes its index."""
 
-    def __init__(self, directory: Path, columns: tuple[Column, ...]) -> None:
+    def __init__(self, directory: Path, columns: tuple[Column, ...], *, task: str) -> None:
         self._directory = directory
-        self._schema = Schema(columns)
+        self._schema = Schema(columns, task)
         self._targets = WEIGHT if self._schema.weighted else "targets"
         self._target_type: type = np.float32 if self._schema.weighted else np.uint8
         file_names = dict.fromkeys(["tokens", self._targets, *(column.name for column in columns)])
@@ -53,21 +54,27 @@ class Writer:
             return lengths
         return np.add.reduceat(lengths, borders(np.frombuffer(self._sizes, np.int32))[:-1])
 
-    def append(self, block: TokenBlock) -> None:
-        """Append the examples of a block."""
-        if not len(block.lengths):
-            return
-        self._write("tokens", block.tokens.astype(np.uint32, copy=False))
-        self._write(self._targets, block.targets.astype(self._target_type, copy=False))
-        for column, values in block.columns.items():
-            self._write(column.name, values)
-        is_grouped = block.sizes is not None and int(block.sizes.max()) > 1
+    def append(self, examples: Sequence[EncodedExample]) -> int:
+        """Append examples with the tokens of their sequences; returns the number of tokens."""
+        sequences = [sequence for _, parts in examples for sequence in parts]
+        if not sequences:
+            return 0
+        lengths = [len(sequence.tokens) for sequence in sequences]
+        self._write("tokens", [sequence.tokens for sequence in sequences], np.uint32)
+        self._write(self._targets, [sequence.targets for sequence in sequences], self._target_type)
+        if self._schema.columns:
+            by_token = [sequence.columns for sequence in sequences]
+            of_examples = [example for example, _ in examples]
+            columns = self._schema.values(of_examples, lengths, by_token)
+            for column, values in columns.items():
+                self._write(column.name, [values], column.numpy_dtype)
+        is_grouped = len(sequences) > len(examples)
         if is_grouped and not self._sizes:
-            self._sizes = array("i", np.ones(len(self.lengths), np.int32).tobytes())
+            self._sizes = array("i", [1]) * len(self.lengths)
         if is_grouped or self._sizes:
-            sizes = np.ones(len(block.lengths)) if block.sizes is None else block.sizes
-            self._sizes.frombytes(sizes.astype(np.int32).tobytes())
-        self.lengths.frombytes(np.ascontiguousarray(block.lengths, np.int64).tobytes())
+            self._sizes.extend(len(parts) for _, parts in examples)
+        self.lengths.extend(lengths)
+        return sum(lengths)
 
     def pack(self, packing: str, *, seq_len: int) -> dict[str, Any]:
         """Close the files and write the index; returns counts and checksums for ``meta.json``.
@@ -75,29 +82,29 @@ class Writer:
         for stream in self._streams.values():
             stream.close()
         lengths = np.frombuffer(self.lengths, np.int64)
-        examples = sequences = PACKERS[packing](self.example_lengths, capacity=seq_len)
+        packed = PACKERS[packing](self.example_lengths, capacity=seq_len)
         if self._sizes:
             sizes = np.frombuffer(self._sizes, np.int32).astype(np.int64)
-            sequences = of_sequences(examples, lengths, sizes)
-        for per, items in (("sequence", sequences.items), ("example", examples.items)):
+            sequences, examples = of_sequences(packed.items, sizes)
+            offsets, lengths = borders(lengths)[sequences], lengths[sequences]
+        else:
+            sequences, examples = packed.items, np.arange(len(packed.items) + 1)
+            offsets = borders(lengths)[sequences] + packed.starts
+            lengths = packed.stops - packed.starts
+        for per, order in (("sequence", sequences), ("example", packed.items)):
             for column in self._schema.per(per):
-                self._reorder(column, items)
-        firsts = sequences.examples
-        if firsts is None:
-            firsts = np.arange(len(sequences.items) + 1, dtype=np.int64)
-        offsets = borders(lengths)[sequences.items]
-        offsets += sequences.starts
-        counts, weights = self._sums(offsets, sequences.stops - sequences.starts, seq_len=seq_len)
-        first_of_samples = firsts[examples.samples[:-1]]
-        index = save_index(
-            self._directory,
-            samples=examples.samples,
-            examples=firsts,
-            sequences=borders(sequences.stops - sequences.starts),
-            offsets=offsets,
-            target_counts=np.add.reduceat(counts, first_of_samples),
-            weights=None if weights is None else np.add.reduceat(weights, first_of_samples),
-        )
+                self._reorder(column, order)
+        counts, weights = self._sums(offsets, lengths, seq_len=seq_len)
+        firsts = examples[packed.samples[:-1]]
+        arrays = {
+            "samples": packed.samples,
+            "examples": examples,
+            "sequences": borders(lengths),
+            "offsets": offsets,
+            "target_counts": np.add.reduceat(counts, firsts),
+        }
+        sums = None if weights is None else np.add.reduceat(weights, firsts)
+        index = save_index(self._directory, arrays, sums)
         digests = {f"{name}.bin": digest.hexdigest() for name, digest in self._digests.items()}
         return {**index, "sha256": digests}
 
@@ -110,9 +117,11 @@ class Writer:
     def _path(self, name: str) -> Path:
         return self._directory / f"{name}.bin"
 
-    def _write(self, name: str, values: np.ndarray) -> None:
+    def _write(self, name: str, parts: Sequence[np.ndarray], dtype: Any) -> None:
+        """Append values to the file of a column."""
+        values = np.concatenate(parts, dtype=dtype, casting="unsafe")
         if values.size:  # memoryview refuses an empty array
-            content = np.ascontiguousarray(values).data.cast("B")
+            content = values.data.cast("B")
             self._streams[name].write(content)
             self._digests[name].update(content)
             self.bytes += len(content)

@@ -281,6 +281,8 @@ class BytePairs:
     """uint32 [number of ranks]"""
     bytes_of_ranks: np.ndarray
     """int64 [number of ranks]: length of each."""
+    bytes_of_ids: np.ndarray | None
+    """int64 [ids]: length of each; None where an added token takes what stands beside it."""
     composes: bool
     """The tokenizer brings texts into Unicode's NFC first."""
     spaces: bool
@@ -301,12 +303,25 @@ class BytePairs:
             "llmx", pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens={}
         )
         # Added tokens that are no special tokens are found in any text.
-        words = [token["content"] for token in state["added_tokens"] if not token["special"]]
+        added = state["added_tokens"]
+        words = [token["content"] for token in added if not token["special"]]
         parts = [re.escape(word) for word in sorted(words, key=len, reverse=True)]
         parts += [_LONG_SPACE.pattern] + ([_FOLDS.pattern] if pattern != _GPT2 else [])
         sizes = np.fromiter(map(len, ranks), np.int64, len(ranks))
-        unsafe = re.compile("|".join(parts))
-        return cls(encoding, np.array(ids, np.uint32), sizes, composes, spaces, unsafe)
+        of_ids = np.zeros(1 + max([*ids, *(token["id"] for token in added)]), np.int64)
+        of_ids[ids] = sizes
+        for token in added:
+            of_ids[token["id"]] = len(token["content"].encode())
+        takes_more = any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in added)
+        return cls(
+            encoding,
+            np.array(ids, np.uint32),
+            sizes,
+            None if takes_more else of_ids,
+            composes,
+            spaces,
+            re.compile("|".join(parts)),
+        )
 
     def prepared(self, text: str) -> bytes:
         """The text whose words, each for itself, have the ids of the text."""
@@ -317,11 +332,6 @@ class BytePairs:
         if self.composes and not (text.isascii() or unicodedata.is_normalized("NFC", text)):
             return False
         return self.unsafe.search(text) is None
-
-    def encode(self, text: str) -> np.ndarray:
-        """uint32 [number of tokens]; special tokens in the text are plain text."""
-        ids: np.ndarray = self.ids_of_ranks[self._ranks(self.prepared(text))]
-        return ids
 
     def _ranks(self, text: bytes) -> np.ndarray:
         ranks: np.ndarray = self.encoding.encode_to_numpy(text.decode(), disallowed_special=())
@@ -387,7 +397,7 @@ def _ranks(model: dict[str, Any], *, added: set[int]) -> tuple[dict[bytes, int],
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise NotConvertible("its tokens carry word marks")
     vocab: dict[str, int] = model["vocab"]
-    byte_of = _Bytes(byte_of_character())
+    byte_of = byte_of_character()
     try:
         ids = [vocab[chr(character)] for character in sorted(byte_of, key=byte_of.__getitem__)]
     except KeyError as error:
@@ -396,10 +406,9 @@ def _ranks(model: dict[str, Any], *, added: set[int]) -> tuple[dict[bytes, int],
     for merge in model["merges"]:
         left, right = merge.split(" ") if isinstance(merge, str) else merge
         try:
-            a = left.translate(byte_of).encode("latin-1")
-            b = right.translate(byte_of).encode("latin-1")
+            a, b = (bytes(byte_of[ord(character)] for character in part) for part in (left, right))
             index = vocab[left + right]
-        except (KeyError, _NoByte) as error:
+        except KeyError as error:
             raise NotConvertible("a merge is not made of bytes") from error
         if a + b in ranks:
             raise NotConvertible("two merges make the same token")
@@ -432,17 +441,6 @@ def _split(text: bytes, ranks: dict[bytes, int]) -> list[bytes]:
         if at < len(pairs):
             pairs[at] = ranks.get(parts[at] + parts[at + 1], never)
     return parts
-
-
-class _NoByte(Exception):
-    """A character that stands for no byte."""
-
-
-class _Bytes(dict[int, int]):
-    """A table for ``str.translate`` that refuses missing characters instead of keeping them."""
-
-    def __missing__(self, character: int) -> int:
-        raise _NoByte(chr(character))
 
 
 def byte_of_character() -> dict[int, int]:

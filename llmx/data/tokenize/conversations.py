@@ -15,7 +15,6 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,21 +22,22 @@ from typing import Any
 
 import numpy as np
 
-from llmx.data.examples import Column
+from llmx.data.examples import Column, Example
 from llmx.data.format.rendering import Rendering, Span, TemplateSpans
 from llmx.data.format.rows import Conversation, Message
 from llmx.data.format.templates import (
     choose_template,
+    closing_token,
     opening_token,
     special_tokens,
     wrapping_tokens,
 )
 from llmx.data.source.records import Where
-from llmx.data.tokenize.documents import DocumentEncoder
+from llmx.data.tokenize.documents import TextEncoder, own_backend
 from llmx.errors import ConfigError
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class TokenSequence:
     """Tokens of one sequence. ``targets`` is True where the token is to be predicted; or float32,
     its weight."""
@@ -48,6 +48,10 @@ class TokenSequence:
     """Columns by token, if a task gave the sequence as tokens."""
     notes: Mapping[str, int] = field(default_factory=dict)
     """What is said of its rendering in the summary -> how often."""
+
+
+EncodedExample = tuple[Example, list[TokenSequence]]
+"""An example and the tokens of its sequences."""
 
 
 class Renderer:
@@ -82,12 +86,11 @@ class Renderer:
             self.template_name, self.template = "none", ""
         self.loss_on = loss_on
         self.special = special_tokens(tokenizer)
-        opening = opening_token(tokenizer)
+        self.verbatim = verbatim
+        opening, closing = opening_token(tokenizer), closing_token(tokenizer)
         self.bos: list[int] = [] if opening is None else [opening]
-        """The tokens that begin every text: the BOS token where the tokenizer uses one."""
-        self.eos: list[int] | None = None
-        """The tokens that end every document, which a cut keeps; None: the EOS token."""
-        self._verbatim = verbatim
+        self.eos: list[int] = [] if closing is None else [closing]
+        """The tokens that end every document; ``bos`` begins it."""
         if verbatim:
             self.bos, self.eos = wrapping_tokens(tokenizer)
         self._spans = TemplateSpans(
@@ -127,6 +130,24 @@ class Renderer:
 
     # Tokens
 
+    @functools.cached_property
+    def _document_ends(self) -> tuple[np.ndarray, np.ndarray]:
+        if not self.eos and not self.verbatim:
+            raise ConfigError(
+                f"The tokenizer of {self.tokenizer.name_or_path!r} has no EOS token to put "
+                "between documents. Set eos_token in its tokenizer_config.json."
+            )
+        return np.array(self.bos, np.uint32), np.array(self.eos, np.uint32)
+
+    def document(self, ids: np.ndarray) -> TokenSequence:
+        """A document of this text, of which every token is a target.
+
+        Raises ConfigError where the tokenizer has no token to end it with.
+        """
+        begin, end = self._document_ends
+        tokens = np.concatenate((begin, ids, end))
+        return TokenSequence(tokens, np.ones(len(tokens), np.bool_))
+
     def sequences_of(
         self, renderings: list[Rendering], *, loss_on: str | None = None
     ) -> list[TokenSequence]:
@@ -156,7 +177,7 @@ class Renderer:
         learned = list(zip(completions, weights or [1.0] * len(completions), strict=True))
         for (first, last), weight in learned[-1:] if loss_on == "last" else learned:
             targets[first:last] = weight
-        if self._verbatim:
+        if self.verbatim:
             return TokenSequence(tokens, targets, notes=notes)
         if rendering.end_missing:
             tokens = np.append(tokens, np.uint32(self.tokenizer.eos_token_id))
@@ -204,22 +225,6 @@ class Renderer:
         return ids, offsets
 
 
-def own_backend(tokenizer: Any, *, plain: bool) -> Any:
-    """A copy of the tokenizer's library object, whose settings are neither the caller's nor
-    changed by others. Offsets are those of all characters of a token, spaces too."""
-    from tokenizers import Tokenizer
-
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    state["truncation"] = state["padding"] = None
-    processor = state["post_processor"] or {}
-    for step in (processor, *processor.get("processors", [])):
-        if "trim_offsets" in step:
-            step["trim_offsets"] = False
-    backend = Tokenizer.from_str(json.dumps(state))
-    backend.encode_special_tokens = plain
-    return backend
-
-
 PROOF_CHARS = 200_000
 """Characters of the user's own conversations on which both ways must agree."""
 
@@ -230,29 +235,29 @@ class ConversationEncoder:
     def __init__(self, renderer: Renderer) -> None:
         self.description = "tokenizers"
         self._renderer = renderer
-        self._documents: DocumentEncoder | None = None
-        self._token_bytes = _token_bytes(renderer.tokenizer)
+        self._texts: TextEncoder | None = None
+        self._token_bytes = np.zeros(0, np.int64)
+        """The bytes of each token, by its id."""
 
     def choose(self, conversations: Sequence[Conversation]) -> None:
         """Use the fast way if it gives the same ids and targets on these."""
         renderer = self._renderer
-        if self._token_bytes is None or renderer.tokenizer.eos_token_id is None:
+        if renderer.tokenizer.eos_token_id is None:
             return
+        texts = TextEncoder(renderer.tokenizer)
+        pairs = texts.convert()
+        if pairs is None or pairs.bytes_of_ids is None:
+            self.description = texts.description
+            return
+        self._token_bytes = pairs.bytes_of_ids
         chars = itertools.accumulate(
             sum(len(message.content) for message in chat.messages) for chat in conversations
         )
         sample = conversations[: 1 + sum(total < PROOF_CHARS for total in chars)]
-        documents = DocumentEncoder(renderer.tokenizer, bos=[])
-        # It is proven on the conversations as a whole: this only decides for which encoder.
-        head = sample[: 1 + len(sample) // 10]
-        documents.choose(message.content for chat in head for message in chat.messages)
-        if not documents.is_fast:
-            self.description = documents.description
-            return
         renderings = renderer.render([*sample])
-        self._documents = documents
-        pairs = zip(self._fast(renderings), renderer.sequences_of(renderings), strict=True)
-        proven = [(fast, slow) for fast, slow in pairs if fast is not None]
+        self._texts = texts
+        compared = zip(self._fast(renderings), renderer.sequences_of(renderings), strict=True)
+        proven = [(fast, slow) for fast, slow in compared if fast is not None]
         if proven and all(
             np.array_equal(fast.tokens, slow.tokens) and np.array_equal(fast.targets, slow.targets)
             for fast, slow in proven
@@ -260,7 +265,7 @@ class ConversationEncoder:
             tokens = sum(len(fast.tokens) for fast, _ in proven)
             self.description = f"tiktoken, equal to tokenizers on {tokens:,} tokens of these rows"
             return
-        self._documents = None
+        self._texts = None
         problem = (
             "the fast way gave other tokens on this data" if proven else "no row's bytes add up"
         )
@@ -270,7 +275,7 @@ class ConversationEncoder:
         """Token sequences of conversations, in order; raises DataError for one that the template
         refuses."""
         renderings = self._renderer.render(conversations)
-        if self._documents is None:
+        if self._texts is None:
             return self._renderer.sequences_of(renderings)
         fast_sequences = self._fast(renderings)
         pairs = zip(renderings, fast_sequences, strict=True)
@@ -279,57 +284,48 @@ class ConversationEncoder:
 
     def _fast(self, renderings: list[Rendering]) -> list[TokenSequence | None]:
         """Sequences, and None where the bytes of the tokens do not add up to the text."""
-        assert self._documents is not None
-        assert self._token_bytes is not None
-        plans: list[list[int]] = []
-        texts: list[str] = []
-        for rendering in renderings:
-            plan: list[int] = []
-            for text, special in self._parts(rendering):
-                if special is None:
-                    plan.append(len(texts))
-                    texts.append(text)
-                else:
-                    plan.append(-1 - special)
-            plans.append(plan)
-        ids, sizes = self._documents.ids(texts)
-        edges = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-        sequences: list[TokenSequence | None] = []
-        for rendering, plan in zip(renderings, plans, strict=True):
-            tokens = np.concatenate(
+        assert self._texts is not None
+        parts = [list(self._parts(rendering)) for rendering in renderings]
+        texts = [part for split_text in parts for part in split_text if isinstance(part, str)]
+        ids = iter(self._texts.ids(texts))
+        return [
+            self._of_parts(
                 [
-                    ids[edges[part] : edges[part + 1]]
-                    if part >= 0
-                    else np.array([-1 - part], np.uint32)
-                    for part in plan
-                ]
+                    next(ids) if isinstance(part, str) else np.array([part], np.uint32)
+                    for part in split_text
+                ],
+                rendering,
             )
-            stops = np.cumsum(self._token_bytes[tokens])
-            places = _byte_places(rendering)
-            if int(stops[-1]) != places[-1]:
-                sequences.append(None)
-                continue
-            firsts = np.searchsorted(stops, places[:-1:2], side="right").tolist()
-            # A token begins where the one before it stops.
-            lasts = (np.searchsorted(stops, places[1:-1:2], side="left") + 1).tolist()
-            completions = list(zip(firsts, lasts, strict=True))
-            sequences.append(self._renderer.sequence_of(tokens, completions, rendering))
-        return sequences
+            for split_text, rendering in zip(parts, renderings, strict=True)
+        ]
 
-    def _parts(self, rendering: Rendering) -> Iterator[tuple[str, int | None]]:
-        """(text, None) and (special token, its id) in order; a special token that stands in a
-        content is a text of its own."""
+    def _of_parts(self, ids: list[np.ndarray], rendering: Rendering) -> TokenSequence | None:
+        """The sequence of a rendering whose parts have these ids."""
+        tokens = np.concatenate(ids)
+        stops = np.cumsum(self._token_bytes[tokens])
+        places = _byte_places(rendering)
+        if int(stops[-1]) != places[-1]:
+            return None
+        firsts = np.searchsorted(stops, places[:-1:2], side="right").tolist()
+        # A token begins where the one before it stops.
+        lasts = (np.searchsorted(stops, places[1:-1:2], side="left") + 1).tolist()
+        completions = list(zip(firsts, lasts, strict=True))
+        return self._renderer.sequence_of(tokens, completions, rendering)
+
+    def _parts(self, rendering: Rendering) -> Iterator[str | int]:
+        """Texts and the ids of special tokens, in order; a special token that stands in a content
+        is a text of its own."""
         text, special = rendering.text, self._renderer.special
         literal = {start for start, _ in rendering.literal}
         position = 0
         for match in self._renderer.special_pattern.finditer(text):
             start, stop = match.span()
             if start > position:
-                yield text[position:start], None
-            yield match[0], None if start in literal else special[match[0]]
+                yield text[position:start]
+            yield match[0] if start in literal else special[match[0]]
             position = stop
         if position < len(text):
-            yield text[position:], None
+            yield text[position:]
 
 
 def _byte_places(rendering: Rendering) -> list[int]:
@@ -338,29 +334,4 @@ def _byte_places(rendering: Rendering) -> list[int]:
     places = [*itertools.chain.from_iterable(rendering.completions), len(text)]
     if text.isascii():
         return places
-    byte_places: list[int] = []
-    before = at = 0
-    for place in places:
-        at += len(text[before:place].encode("utf-8", "surrogatepass"))
-        byte_places.append(at)
-        before = place
-    return byte_places
-
-
-def _token_bytes(tokenizer: Any) -> np.ndarray | None:
-    """int64 [ids]: bytes of each token of a byte-level BPE; None for other tokenizers, and where
-    special tokens take more than themselves."""
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    cutting = state["pre_tokenizer"] or {}
-    steps = cutting.get("pretokenizers", [cutting])
-    added = state["added_tokens"]
-    greedy = any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in added)
-    if state["model"]["type"] != "BPE" or steps[-1].get("type") != "ByteLevel" or greedy:
-        return None
-    vocab: dict[str, int] = state["model"]["vocab"]
-    sizes = np.zeros(1 + max([*vocab.values(), *(t["id"] for t in added)]), np.int64)
-    for token, index in vocab.items():
-        sizes[index] = len(token)  # each character stands for a byte
-    for token in added:
-        sizes[token["id"]] = len(token["content"].encode())
-    return sizes
+    return [len(text[:place].encode("utf-8", "surrogatepass")) for place in places]

@@ -1,12 +1,12 @@
-"""Documents to tokens, on all cores.
+"""Texts to token ids, on all cores.
 
 Of a byte-level BPE each different word is tokenized once, by tiktoken, where that is proven to give
 the same ids (``byte_level``). Every other tokenizer encodes whole texts in batches, by its own
 library.
 
-    encoder = DocumentEncoder(tokenizer, bos=[])
-    encoder.choose(texts)  # a sample; proves and decides, encoder.description says how
-    block = encoder.encode(documents)
+    encoder = TextEncoder(tokenizer)
+    encoder.choose(texts)  # a sample; proves and decides, encoder.description tells how
+    ids = encoder.ids(texts)
 
 Threads may encode at the same time: both libraries let go of Python's lock while they work, and
 threads need no copies of the texts and no open files.
@@ -15,137 +15,95 @@ threads need no copies of the texts and no open files.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from llmx.data.examples import Column
-from llmx.data.format.templates import closing_token
-from llmx.data.source.records import Document
 from llmx.data.tokenize.byte_level import BytePairs, NotConvertible, PretokenCache
-from llmx.errors import ConfigError
 
 PROOF_BYTES = 200_000
 """Bytes of the user's own text on which both encoders must agree, 0.1 core-seconds."""
 
 
-@dataclass(frozen=True)
-class TokenBlock:
-    """Tokens of several examples, one after the other."""
+def own_backend(tokenizer: Any, *, plain: bool) -> Any:
+    """A copy of the tokenizer's library object, whose settings are neither the caller's nor
+    changed by others. Offsets are those of all characters of a token, spaces too. ``plain``:
+    special tokens in a text are the text that they are."""
+    from tokenizers import Tokenizer
 
-    tokens: np.ndarray
-    """uint32 [sum of lengths]"""
-    targets: np.ndarray
-    """bool [sum of lengths]: True where the token is to be predicted; or float32, its weight."""
-    lengths: np.ndarray
-    """int64 [number of sequences]"""
-    sizes: np.ndarray | None = None
-    """int64 [number of examples]: how many sequences each has; None: one each."""
-    columns: Mapping[Column, np.ndarray] = field(default_factory=dict)
-    """The task's columns by token, by sequence or by example."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["truncation"] = state["padding"] = None
+    processor = state["post_processor"] or {}
+    for step in (processor, *processor.get("processors", [])):
+        if "trim_offsets" in step:
+            step["trim_offsets"] = False
+    backend = Tokenizer.from_str(json.dumps(state))
+    backend.encode_special_tokens = plain
+    return backend
 
 
-class DocumentEncoder:
-    """Encodes documents of one tokenizer: BOS token, text, EOS token (or what stands in their
-    places).
+class TextEncoder:
+    """Ids of texts by one tokenizer. Special tokens in a text are the plain text that they are."""
 
-    Special tokens in a text are the plain text that they are.
-    """
-
-    def __init__(self, tokenizer: Any, *, bos: list[int], eos: list[int] | None = None) -> None:
-        """``eos``: the tokens that end a document; None: the EOS token."""
-        from tokenizers import Tokenizer
-
-        end = closing_token(tokenizer)
-        if eos is None and end is None:
-            raise ConfigError(
-                f"The tokenizer of {tokenizer.name_or_path!r} has no EOS token to put "
-                "between documents. Set eos_token in its tokenizer_config.json."
-            )
+    def __init__(self, tokenizer: Any) -> None:
         self.description = "tokenizers"
         """The library that encodes texts, with the reason or the proof."""
         self._tokenizer = tokenizer
-        self._bos = np.array(bos, np.uint32)
-        self._eos = np.array([end] if eos is None else eos, np.uint32)
-        # A copy of its own: settings of the caller's are neither used nor changed.
-        self._slow = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        self._slow.encode_special_tokens = True
-        self._slow.no_truncation()
-        self._slow.no_padding()
+        self._slow = own_backend(tokenizer, plain=True)
         self._fast: BytePairs | None = None
         self._thread = threading.local()
         self._slow_lock = threading.Lock()
 
-    def choose(self, texts: Iterable[str]) -> None:
-        """Encode by tiktoken if the tokenizer allows it and the ids of these texts are equal."""
+    def convert(self) -> BytePairs | None:
+        """Encode by tiktoken, unproven, if the tokenizer allows it."""
         try:
-            fast = BytePairs.of(self._tokenizer)
+            self._fast = BytePairs.of(self._tokenizer)
         except NotConvertible as reason:
             self.description = f"tokenizers ({reason})"
+        return self._fast
+
+    def choose(self, texts: Iterable[str]) -> None:
+        """Encode by tiktoken if the tokenizer allows it and the ids of these texts are equal."""
+        pairs = self.convert()
+        if pairs is None:
             return
-        self._fast = fast
-        sample = [text for text in _beginning(texts, PROOF_BYTES) if fast.takes(text)]
-        ids, sizes = self._cache().encode([fast.prepared(text) for text in sample])
-        slow_ids, slow_sizes = _concatenated(self._slow_ids(sample))
-        if len(slow_ids) and np.array_equal(ids, slow_ids) and np.array_equal(sizes, slow_sizes):
-            self.description = f"tiktoken (equal to tokenizers on {len(ids):,} tokens of this data)"
+        sample = [text for text in _beginning(texts, PROOF_BYTES) if pairs.takes(text)]
+        fast, slow = self.ids(sample), self._slow_ids(sample)
+        num_tokens = sum(map(len, slow))
+        if num_tokens and all(map(np.array_equal, fast, slow)):
+            self.description = (
+                f"tiktoken (equal to tokenizers on {num_tokens:,} tokens of this data)"
+            )
             return
         self._fast = None
-        problem = "gave other ids on this data" if len(slow_ids) else "fits none of the first texts"
+        problem = "gave other ids on this data" if num_tokens else "fits none of the first texts"
         self.description = f"tokenizers (tiktoken {problem})"
 
-    @property
-    def is_fast(self) -> bool:
-        """Whether tiktoken encodes the texts."""
-        return self._fast is not None
-
-    def encode(self, documents: list[Document]) -> TokenBlock:
-        """Tokens of documents, each of them a target."""
-        ids, sizes = self.ids([document.text for document in documents])
-        lengths = len(self._bos) + sizes + len(self._eos)
-        stops = np.cumsum(lengths)
-        tokens = np.empty(int(lengths.sum()), np.uint32)
-        shift = stops - lengths + len(self._bos) - (np.cumsum(sizes) - sizes)
-        tokens[np.arange(len(ids)) + np.repeat(shift, sizes)] = ids
-        for place, token in enumerate(self._bos):
-            tokens[stops - lengths + place] = token
-        for place, token in enumerate(self._eos[::-1], start=1):
-            tokens[stops - place] = token
-        return TokenBlock(tokens, np.ones(len(tokens), np.bool_), lengths)
-
-    def ids(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """(uint32 ids of all texts, one after the other; int64 number of ids of each text),
-        without begin and end. Threads may call this at the same time."""
+    def ids(self, texts: list[str]) -> list[np.ndarray]:
+        """The uint32 ids of each text."""
         fast = self._fast
         if fast is None:
-            return _concatenated(self._slow_ids(texts))
+            return self._slow_ids(texts)
         are_fast = [fast.takes(text) for text in texts]
-        ids, sizes = self._cache().encode(
-            [fast.prepared(text) for text, good in zip(texts, are_fast, strict=True) if good]
-        )
-        if all(are_fast):
-            return ids, sizes
-        slow_ids = iter(
-            self._slow_ids([text for text, good in zip(texts, are_fast, strict=True) if not good])
-        )
-        fast_ids = iter(np.split(ids, np.cumsum(sizes)[:-1]))
-        return _concatenated([next(fast_ids) if good else next(slow_ids) for good in are_fast])
-
-    def _cache(self) -> PretokenCache:
-        """The cache of this thread."""
-        if self._fast is None:
-            raise AssertionError("no fast encoder was chosen")
+        pairs = list(zip(texts, are_fast, strict=True))
         if not hasattr(self._thread, "cache"):
-            self._thread.cache = PretokenCache(self._fast.encode_pretokens)
-        cache: PretokenCache = self._thread.cache
-        return cache
+            self._thread.cache = PretokenCache(fast.encode_pretokens)
+        ids, sizes = self._thread.cache.encode(
+            [fast.prepared(text) for text, is_fast in pairs if is_fast]
+        )
+        edges = np.cumsum(sizes).tolist()
+        fast_ids = (ids[start:stop] for start, stop in zip([0, *edges], edges, strict=False))
+        slow_ids = iter(self._slow_ids([text for text, is_fast in pairs if not is_fast]))
+        return [next(fast_ids if is_fast else slow_ids) for is_fast in are_fast]
 
     def _slow_ids(self, texts: list[str]) -> list[np.ndarray]:
+        if not texts:
+            return []
         # tokenizers has threads of its own: several calls at once take memory, not less time.
         with self._slow_lock:
             encodings = self._slow.encode_batch_fast(texts, add_special_tokens=False)
@@ -162,16 +120,11 @@ def _beginning(texts: Iterable[str], size: int) -> Iterator[str]:
             return
 
 
-def _concatenated(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    sizes = np.array([len(part) for part in parts], np.int64)
-    return np.concatenate([np.zeros(0, np.uint32), *parts]), sizes
-
-
 # Cores
 
 
 def worker_count(requested: int) -> int:
-    """``data.num_workers``, at most the cores of this process; a line on stderr says so."""
+    """``data.num_workers``, at most the cores of this process; prints a line on stderr if fewer."""
     cores = len(os.sched_getaffinity(0))
     if requested > cores:
         print(
@@ -193,7 +146,6 @@ def parallel_tokenizers(workers: int) -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
+            os.environ.pop(name, None)
+            if value is not None:
                 os.environ[name] = value

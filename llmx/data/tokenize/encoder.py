@@ -1,11 +1,11 @@
-"""Rows of a source to blocks of tokens: what a task makes of them, tokenized in batches.
+"""Rows of a source to tokens: what a task makes of them, tokenized in batches.
 
     encoder = ExampleEncoder(split, renderer, encoding, workers=2)
-    for batch, block in encoder.blocks(split.rows()): ...
+    for batch, examples in encoder.encoded(split.rows()): ...
 
 A row becomes an example (``Encoding.encode``), the sequences of many examples are tokenized
-together, documents by their encoder and conversations by the template, and are put back together
-as examples.
+together, texts by their encoder and conversations by the template, and are put back together as
+examples, which are cut to ``data.seq_len``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-
-import numpy as np
 
 from llmx.data.examples import (
     Encoding,
@@ -26,20 +23,20 @@ from llmx.data.examples import (
     Schema,
     Tokens,
     encoded,
+    over_long_of,
 )
 from llmx.data.format.rows import Conversation
 from llmx.data.source.records import Document, RecordError, Row
 from llmx.data.split import DatasetSplit
-from llmx.data.tokenize.conversations import ConversationEncoder, Renderer, TokenSequence
-from llmx.data.tokenize.documents import DocumentEncoder, TokenBlock
-from llmx.data.tokenize.tokenizer import without_row
-from llmx.data.tokenize.truncation import (
-    ANSWER_TOO_LONG,
-    COMPLETIONS_TOO_LONG,
-    Fates,
-    PromptCutter,
-    sharing_their_prompt,
+from llmx.data.tokenize.conversations import (
+    ConversationEncoder,
+    EncodedExample,
+    Renderer,
+    TokenSequence,
 )
+from llmx.data.tokenize.documents import TextEncoder
+from llmx.data.tokenize.tokenizer import without_row
+from llmx.data.tokenize.truncation import Fates, Truncation
 from llmx.errors import DataError
 
 BATCH_ROWS = 512
@@ -57,7 +54,6 @@ class Batch:
     """Rows that are tokenized together."""
 
     examples: list[Example] = field(default_factory=list)
-    """Its examples; once they are tokenized, those that are used."""
     fates: Fates = field(default_factory=Fates)
     """Rows that were read for it, and what became of those that are not as they were."""
     rejected: list[RecordError] = field(default_factory=list)
@@ -79,41 +75,45 @@ class ExampleEncoder:
         proves: bool,
     ) -> None:
         """``proves``: there may be enough text for a faster encoder to be worth its proof."""
-        self._data = split.data
+        self._skips = split.data.on_bad_row == "skip"
         self._renderer = renderer
         self._encoding = encoding
         self._schema = Schema(encoding.columns, encoding.name)
         self._num_embeddings = encoding.num_embeddings
+        self._truncation = Truncation(
+            split.data, renderer, splits=over_long_of(split, encoding) == "split"
+        )
         self._workers, self._proves = workers, proves
-        self._documents: DocumentEncoder | None = None
+        self._texts: TextEncoder | None = None
         self._chats: ConversationEncoder | None = None
 
     @property
     def description(self) -> str:
         """The encoder of the rows and the proof of its ids, for the summary."""
-        used = [encoder for encoder in (self._documents, self._chats) if encoder is not None]
+        used = [encoder for encoder in (self._texts, self._chats) if encoder is not None]
         return "; ".join(encoder.description for encoder in used) or "tokenizers"
 
-    def blocks(self, rows: Iterable[Row | None]) -> Iterator[tuple[Batch, TokenBlock]]:
-        """Batches with the tokens of their examples, in order; a few batches ahead of the consumer.
+    def encoded(self, rows: Iterable[Row | None]) -> Iterator[tuple[Batch, list[EncodedExample]]]:
+        """Batches with the tokens of the examples that are used, in order; a few batches ahead of
+        the consumer.
 
         Raises DataError for a row that the task or the template refuses, unless it is skipped.
         """
-        waiting: deque[tuple[Batch, Future[TokenBlock]]] = deque()
+        waiting: deque[tuple[Batch, Future[list[EncodedExample]]]] = deque()
         with ThreadPoolExecutor(self._workers, thread_name_prefix="encode") as pool:
             try:
                 for batch in self._batches(rows):
                     self._choose(batch)
                     waiting.append((batch, pool.submit(self._encode, batch)))
                     if len(waiting) > 2 * self._workers:
-                        first, block = waiting.popleft()
-                        yield first, block.result()
+                        first, future = waiting.popleft()
+                        yield first, future.result()
                 while waiting:
-                    first, block = waiting.popleft()
-                    yield first, block.result()
+                    first, future = waiting.popleft()
+                    yield first, future.result()
             finally:
-                for _, block in waiting:
-                    block.cancel()
+                for _, future in waiting:
+                    future.cancel()
 
     # Rows to examples
 
@@ -139,7 +139,7 @@ class ExampleEncoder:
         try:
             example = encoded(self._encoding, row)
         except RecordError as error:
-            if self._data.on_bad_row != "skip":
+            if not self._skips:
                 raise
             batch.rejected.append(error)
             return None
@@ -154,7 +154,7 @@ class ExampleEncoder:
     def _choose(self, batch: Batch) -> None:
         """Make the encoder of each kind of sequence, on the first batch that has it; where a faster
         one is worth its proof, it is proven on this batch."""
-        sequences = _sequences(batch)
+        sequences = [sequence for example in batch.examples for sequence in example.sequences]
         chats = [sequence for sequence in sequences if isinstance(sequence, Conversation)]
         if chats and self._chats is None:
             self._chats = ConversationEncoder(self._renderer)
@@ -163,56 +163,43 @@ class ExampleEncoder:
                 with contextlib.suppress(DataError):
                     self._chats.choose(chats)
         texts = [sequence.text for sequence in sequences if isinstance(sequence, Document)]
-        if texts and self._documents is None:
-            renderer = self._renderer
-            self._documents = DocumentEncoder(
-                renderer.tokenizer, bos=renderer.bos, eos=renderer.eos
-            )
+        if texts and self._texts is None:
+            self._texts = TextEncoder(self._renderer.tokenizer)
             if self._proves:
-                self._documents.choose(texts)
+                self._texts.choose(texts)
 
     # Examples to tokens, in several threads
 
-    def _encode(self, batch: Batch) -> TokenBlock:
-        """The tokens of the examples of a batch; those that are not used are taken out of it."""
-        block: TokenBlock | None = None
-        sequences: list[TokenSequence] = []
-        parts = _sequences(batch)
-        texts = [text for text in parts if isinstance(text, Document)]
-        if texts and len(texts) == len(parts) == len(batch.examples):
-            assert self._documents is not None
-            block = self._documents.encode(texts)
-        if block is None or not self._all_have_rows(block.tokens):
-            pairs = zip(batch.examples, self._tokenized(batch.examples, batch), strict=True)
-            used = [(example, tokens) for example, tokens in pairs if tokens is not None]
-            batch.examples = [example for example, _ in used]
-            sequences = [sequence for _, tokens in used for sequence in tokens]
-            block = TokenBlock(
-                np.concatenate([np.zeros(0, np.uint32), *(s.tokens for s in sequences)]),
-                np.concatenate([np.zeros(0, np.bool_), *(s.targets for s in sequences)]),
-                np.array([len(sequence.tokens) for sequence in sequences], np.int64),
-            )
-            if len(sequences) != len(used):
-                block = replace(block, sizes=np.array([len(tokens) for _, tokens in used]))
-            batch.fates.unanswered_turns = sum(
-                chat.unanswered for chat in _sequences(batch) if isinstance(chat, Conversation)
-            )
-            for sequence in sequences:
-                batch.fates.notes.update(sequence.notes)
-        if not self._schema.columns:
-            return block
-        by_token = [sequence.columns for sequence in sequences] or [{}] * len(block.lengths)
-        columns = self._schema.values(batch.examples, block.lengths, by_token)
-        targets = block.targets.astype(np.float32) if self._schema.weighted else block.targets
-        return replace(block, targets=targets, columns=columns)
+    def _encode(self, batch: Batch) -> list[EncodedExample]:
+        """The tokens of the examples of a batch, cut to ``data.seq_len``."""
+        fates = batch.fates
+        pairs = zip(batch.examples, self._tokenized(batch.examples, batch), strict=True)
+        used = [(example, sequences) for example, sequences in pairs if sequences is not None]
+        splits = self._truncation.may_split([example for example, _ in used])
+        fitted: list[EncodedExample] = []
+        for example, sequences in used:
+            for part, sequence in zip(example.sequences, sequences, strict=True):
+                if isinstance(part, Conversation):
+                    fates.notes.update(sequence.notes)
+                    fates.unanswered_turns += part.unanswered
+            pieces = self._truncation.fitted(example, sequences, fates, splits=splits)
+            fitted += [(example, parts) for parts in pieces]
+        return fitted
 
     def _tokenized(self, examples: list[Example], batch: Batch) -> list[list[TokenSequence] | None]:
         """The sequences of each example; None for one that is counted as dropped, or that the
         template refuses and ``data.on_bad_row`` skips."""
+        fates = Fates()
         try:
-            return self._fitted(examples, batch)
+            sequences = iter(self._sequences(examples))
+            parts = [[next(sequences) for _ in example.sequences] for example in examples]
+            self._check_rows(examples, parts)
+            fitted = [
+                self._truncation.with_shorter_prompt(example, tokens, fates)
+                for example, tokens in zip(examples, parts, strict=True)
+            ]
         except DataError as error:
-            if self._data.on_bad_row != "skip":
+            if not self._skips:
                 raise
             if len(examples) == 1:
                 if not isinstance(error, RecordError):
@@ -220,77 +207,45 @@ class ExampleEncoder:
                     error = RecordError(str(error), where=where, reason=reason)
                 batch.rejected.append(error)
                 return [None]
+        else:
+            batch.fates.add(fates)
+            return fitted
         middle = len(examples) // 2
         return [
             *self._tokenized(examples[:middle], batch),
             *self._tokenized(examples[middle:], batch),
         ]
 
-    def _fitted(self, examples: list[Example], batch: Batch) -> list[list[TokenSequence] | None]:
-        """The sequences of examples; where an example is too long and its completions must not be
-        cut, with a shorter prompt."""
-        data = self._data
-        sequences = self._tokens([s for example in examples for s in example.sequences])
-        tokens = iter(sequences)
-        fitted: list[list[TokenSequence] | None] = []
-        for example in examples:
-            fitted.append([next(tokens) for _ in example.sequences])
-        if not all(self._all_have_rows(sequence.tokens) for sequence in sequences):
-            for example, parts in zip(examples, fitted, strict=True):
-                for part in parts or ():
-                    self._check_rows(part.tokens, example)
-        if data.over_long in ("drop", "error") or data.packing == "concat":
-            return fitted
-        fates = Fates()
-        for number, example in enumerate(examples):
-            length = sum(len(sequence.tokens) for sequence in fitted[number] or ())
-            if length <= data.seq_len or set(example.cuts) != {"prompt"}:
-                continue
-            chats = sharing_their_prompt(example.sequences)
-            if not chats:
-                continue
-            fates.overflows(length)
-            shortened = self._shortener.shortened(*chats)
-            if shortened is None:
-                is_one = len(example.sequences) == 1
-                fates.dropped[ANSWER_TOO_LONG if is_one else COMPLETIONS_TOO_LONG] += 1
-                fitted[number] = None
-            else:
-                fitted[number] = shortened[1]
-                fates.cut(length - sum(len(tokens.tokens) for tokens in shortened[1]))
-        batch.fates.add(fates)
-        return fitted
-
-    def _all_have_rows(self, tokens: np.ndarray) -> bool:
-        """Whether the embedding of the model has a row for each of these tokens."""
-        return self._num_embeddings is None or int(tokens.max(initial=0)) < self._num_embeddings
-
-    def _check_rows(self, tokens: np.ndarray, example: Example) -> None:
+    def _check_rows(self, examples: list[Example], parts: list[list[TokenSequence]]) -> None:
         """Raise RecordError for a token that the embedding of the model has no row for."""
-        problem = without_row(self._renderer.tokenizer, tokens, self._num_embeddings or 0)
-        if not problem:
+        limit = self._num_embeddings
+        if limit is None:
             return
-        raise RecordError(
-            f"{example.place}: it {problem} Remove it from the row (data.on_bad_row=skip leaves "
-            "such rows out), or set model.tokenizer to a tokenizer of this model without it.",
-            where=example.place,
-            reason=WITHOUT_ROW,
-        )
+        for example, sequences in zip(examples, parts, strict=True):
+            for sequence in sequences:
+                if int(sequence.tokens.max(initial=0)) < limit:
+                    continue
+                problem = without_row(self._renderer.tokenizer, sequence.tokens, limit)
+                raise RecordError(
+                    f"{example.place}: it {problem} Remove it from the row (data.on_bad_row=skip "
+                    "leaves such rows out), or set model.tokenizer to a tokenizer of this model "
+                    "without it.",
+                    where=example.place,
+                    reason=WITHOUT_ROW,
+                )
 
-    def _tokens(self, sequences: list[ExampleSequence]) -> list[TokenSequence]:
-        """The tokens of sequences of any kind, in order."""
+    def _sequences(self, examples: list[Example]) -> list[TokenSequence]:
+        """The tokens of all sequences of examples, in order."""
+        sequences = [sequence for example in examples for sequence in example.sequences]
         chats = [sequence for sequence in sequences if isinstance(sequence, Conversation)]
-        texts = [sequence for sequence in sequences if isinstance(sequence, Document)]
-        by_type: dict[type, Iterator[TokenSequence]] = {}
+        texts = [sequence.text for sequence in sequences if isinstance(sequence, Document)]
+        by_type: dict[type[ExampleSequence], Iterator[TokenSequence]] = {}
         if chats:
             assert self._chats is not None
             by_type[Conversation] = iter(self._chats.sequences(chats))
         if texts:
-            assert self._documents is not None
-            block = self._documents.encode(texts)
-            edges = np.cumsum(block.lengths)[:-1]
-            cut = (np.split(block.tokens, edges), np.split(block.targets, edges))
-            by_type[Document] = map(TokenSequence, *cut)
+            assert self._texts is not None
+            by_type[Document] = map(self._renderer.document, self._texts.ids(texts))
         size = self._num_embeddings or len(self._renderer.tokenizer)
         return [
             TokenSequence(*self._schema.arrays(sequence, vocab_size=size))
@@ -298,12 +253,3 @@ class ExampleEncoder:
             else next(by_type[type(sequence)])
             for sequence in sequences
         ]
-
-    @cached_property
-    def _shortener(self) -> PromptCutter:
-        data = self._data
-        return PromptCutter(self._renderer, limit=data.seq_len, side=data.truncate_prompt)
-
-
-def _sequences(batch: Batch) -> list[ExampleSequence]:
-    return [sequence for example in batch.examples for sequence in example.sequences]

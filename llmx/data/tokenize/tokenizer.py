@@ -6,6 +6,7 @@ files do not name the special tokens, so they are taken by their usual names.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import sys
@@ -103,9 +104,6 @@ def what_is_there(directory: Path) -> str:
 
 
 HOW_NAMED = "tokenizer.json, or vocab.json and merges.txt, or vocab.txt"
-_NOTED: set[str] = set()
-_FINGERPRINTS: dict[str, str] = {}
-"""Digest of a tokenizer as it is -> its fingerprint; of this process."""
 
 
 def load_tokenizer(model: ModelConfig, *, template: str, chats: bool) -> Any:
@@ -215,30 +213,26 @@ def without_row(tokenizer: Any, ids: Sequence[int] | np.ndarray, num_embeddings:
     )
 
 
+@functools.cache
 def _note(text: str) -> None:
     """Print a line on stderr, once per process."""
-    if text not in _NOTED:
-        _NOTED.add(text)
-        print(text, file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Hex digest of all that decides which ids a text gets; equal for equal tokenizers,
     wherever they were loaded from."""
-    state_text = tokenizer.backend_tokenizer.to_str()
-    special, size = tokenizer.special_tokens_map, len(tokenizer)
-    # Sorting a large vocabulary takes longer than all else; train and eval ask for the same.
-    key = _digest(f"{state_text} {special} {size}")
-    if key not in _FINGERPRINTS:
-        state = json.loads(state_text)
-        # Padding and truncation are settings of the last call, not of the tokenizer.
-        state.pop("padding", None)
-        state.pop("truncation", None)
-        parts = [state, special, size]
-        text = json.dumps(parts, sort_keys=True, ensure_ascii=False, default=str)
-        _FINGERPRINTS[key] = _digest(text)
-    return _FINGERPRINTS[key]
+    state = tokenizer.backend_tokenizer.to_str()
+    return _fingerprint(
+        state, json.dumps(tokenizer.special_tokens_map, default=str), len(tokenizer)
+    )
 
 
-def _digest(text: str) -> str:
+@functools.lru_cache(maxsize=4)
+def _fingerprint(state: str, special: str, size: int) -> str:
+    """Sorting a large vocabulary takes longer than all else; train and eval ask for the same."""
+    contents = json.loads(state)
+    for key in ("padding", "truncation"):  # settings of the last call, not of the tokenizer
+        contents.pop(key, None)
+    text = json.dumps([contents, json.loads(special), size], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

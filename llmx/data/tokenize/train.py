@@ -150,37 +150,13 @@ _MARKERS = re.compile(r"<\|\w+\|>")
 
 @dataclass(frozen=True)
 class Trained:
-    """A tokenizer on disk and what is known of it."""
+    """A tokenizer on disk."""
 
     path: Path
-    kind: str
     vocab_size: int
-    wanted_size: int
-    """More than ``vocab_size`` where the text had no more pairs to merge."""
-    sample_bytes: int
-    bytes_read: int
     bytes_per_token: float
     """Bytes of text per token on the sample: more is better."""
-    seconds: float
-
-    def __str__(self) -> str:
-        padded = -(-self.vocab_size // PAD_TO) * PAD_TO
-        sampled = "" if self.sample_bytes == self.bytes_read else (
-            f", sampled from {self.bytes_read / 2**20:.1f} MiB"
-        )  # fmt: skip
-        fewer = self.vocab_size < self.wanted_size
-        short = f" (asked for {self.wanted_size:,}; there is too little text)" if fewer else ""
-        return "\n".join(
-            [
-                f"Tokenizer ({self.kind}) in {self.path}",
-                f"  vocabulary  {self.vocab_size:,}{short}; {padded:,} when padded to a multiple "
-                f"of {PAD_TO}, as llmx does from scratch",
-                f"  learned     from {self.sample_bytes / 2**20:.1f} MiB{sampled}, "
-                f"{self.seconds:.1f} s",
-                f"  text        {self.bytes_per_token:.2f} bytes per token",
-                f"  use it      model.tokenizer={self.path}",
-            ]
-        )
+    summary: str
 
 
 def train_tokenizer(config: TokenizerConfig, data: DataConfig, seed: int) -> Trained:
@@ -214,17 +190,23 @@ def train_tokenizer(config: TokenizerConfig, data: DataConfig, seed: int) -> Tra
             f"Cannot write the tokenizer to {output}: {error}. Set tokenizer.output to a place "
             "with room."
         ) from error
-    size = sum(len(text.encode("utf-8", "replace")) for text in proof)
-    return Trained(
-        path=output,
-        kind=config.kind,
-        vocab_size=len(tokenizer),
-        wanted_size=config.vocab_size,
-        sample_bytes=sample.bytes,
-        bytes_read=sample.bytes_read,
-        bytes_per_token=size / max(1, tokens),
-        seconds=time.monotonic() - started,
-    )
+    size, padded = len(tokenizer), -(-len(tokenizer) // PAD_TO) * PAD_TO
+    bytes_per_token = sum(len(text.encode("utf-8", "replace")) for text in proof) / max(1, tokens)
+    requested = sampled = ""
+    if size < config.vocab_size:
+        requested = f" (asked for {config.vocab_size:,}; there is too little text)"
+    if sample.bytes != sample.bytes_read:
+        sampled = f", sampled from {sample.bytes_read / 2**20:.1f} MiB"
+    lines = [
+        f"Tokenizer ({config.kind}) in {output}",
+        f"  vocabulary  {size:,}{requested}; {padded:,} when padded to a multiple of {PAD_TO}, as "
+        "llmx does from scratch",
+        f"  learned     from {sample.bytes / 2**20:.1f} MiB{sampled}, "
+        f"{time.monotonic() - started:.1f} s",
+        f"  text        {bytes_per_token:.2f} bytes per token",
+        f"  use it      model.tokenizer={output}",
+    ]
+    return Trained(output, size, bytes_per_token, "\n".join(lines))
 
 
 def _output(config: TokenizerConfig, data: DataConfig) -> Path:
@@ -242,11 +224,8 @@ def _output(config: TokenizerConfig, data: DataConfig) -> Path:
 def _sampled(config: TokenizerConfig, data: DataConfig, seed: int, directory: Path) -> TextSample:
     source = DatasetSplit(data, seed, "train")
     sample = TextSample(directory, max_bytes=config.max_bytes, seed=seed)
-    meter = source.meter
-    title = f"Reading {data.name or source.path}"
-    with PreparationProgress(
-        title, total_bytes=source.total_bytes, read=lambda: meter.bytes
-    ) as progress:
+    title, size = f"Reading {data.name or source.path}", source.total_bytes
+    with PreparationProgress(title, total_bytes=size, meter=source.meter) as progress:
         for text in texts_of(source.rows()):
             sample.add(text)
             progress.add(size=len(text.encode("utf-8", "replace")))
@@ -307,12 +286,12 @@ def _saved(
         )
         bert.save_pretrained(directory)
         return AutoTokenizer.from_pretrained(directory)
-    end, pad, *others = special
+    end, pad, *control_tokens = special
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=end,
         pad_token=pad,
-        additional_special_tokens=others,
+        additional_special_tokens=control_tokens,
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = choose_template(tokenizer, data.template)[1]
@@ -339,5 +318,5 @@ def _proven(tokenizer: Any, texts: Sequence[str], *, exact: bool = True) -> int:
 
 def run(exp: Experiment, _: Mapping[str, str]) -> int:
     """The command ``tokenizer``; returns the exit code."""
-    print(train_tokenizer(exp.tokenizer, exp.data, exp.seed))
+    print(train_tokenizer(exp.tokenizer, exp.data, exp.seed).summary)
     return 0

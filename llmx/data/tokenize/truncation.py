@@ -1,9 +1,9 @@
-"""Examples of more than ``data.seq_len`` tokens: cut, dropped or refused, each counted by reason.
+"""Examples of more than ``data.seq_len`` tokens: cut, split, dropped or refused, each counted.
 
-The sequences of an example are cut together. What may go of a sequence is said by its example
-(``Example.cut``): its end, its start, its prompt, or nothing. A start or an end is cut here, token
-by token. The prompt that the conversations of an example share is cut as text, before they are
-tokenized (``PromptCutter``): what the chat template writes stays, and the prompt stays shared.
+The sequences of an example are cut together. What may go of a sequence is told by its example
+(``Example.cut``): its end, its start, its prompt, or nothing. A start or an end is cut token by
+token. The prompt that the conversations of an example share is cut as text and rendered again
+(``shorter_prompts``): what the chat template writes stays, and the prompt stays shared.
 
 Tried by ``python -m pytest tests/unit/test_data_examples.py``.
 """
@@ -23,7 +23,6 @@ from llmx.data.examples import Example, ExampleSequence
 from llmx.data.format.rows import Conversation
 from llmx.data.source.records import Document
 from llmx.data.tokenize.conversations import Renderer, TokenSequence
-from llmx.data.tokenize.documents import TokenBlock
 from llmx.errors import ConfigError, DataError
 
 LENGTH_STEP = 64
@@ -74,149 +73,146 @@ class Fates:
 
 
 class Truncation:
-    """Applies ``data.over_long`` block by block; ``fates`` counts what was cut and dropped."""
+    """Applies ``data.over_long`` to one example after the other."""
 
-    def __init__(
-        self,
-        data: DataConfig,
-        fates: Fates,
-        *,
-        bos: Sequence[int] = (),
-        eos: Sequence[int] = (),
-        splits: bool = False,
-        wraps: bool = False,
-    ) -> None:
-        """``eos``: the tokens that end every document and are kept where its end is cut.
-        ``splits``: documents become several sequences; ``wraps``: each of these begins with
-        ``bos`` and ends with ``eos``."""
+    def __init__(self, data: DataConfig, renderer: Renderer, *, splits: bool) -> None:
+        """``splits``: documents become several sequences."""
         self._data = data
-        self._fates = fates
-        self._eos = list(eos)
         self._splits = splits
-        self._wrap = (list(bos), self._eos) if wraps else ([], [])
-        self._capacity = data.seq_len - sum(map(len, self._wrap))
+        self._renderer = renderer
+        begin, end = (renderer.bos, renderer.eos) if renderer.verbatim else ([], [])
+        self._begin, self._end = np.array(begin, np.uint32), np.array(end, np.uint32)
+        """The tokens that every piece of a document begins and ends with."""
+        self._capacity = data.seq_len - len(begin) - len(end)
         if splits and self._capacity < 1:
             raise ConfigError(
                 f"data.seq_len={data.seq_len}: a sequence has no room for text between its special "
                 "tokens. Set e.g. data.seq_len=512."
             )
 
-    def __call__(self, examples: list[Example], block: TokenBlock) -> TokenBlock:
-        """The tokens of the examples that fit, as they are or cut."""
-        if not examples:
-            return block
+    def may_split(self, examples: list[Example]) -> bool:
+        """Whether all are single documents, of which the task has not said what may be cut."""
+        return self._splits and all(
+            len(example.sequences) == 1
+            and isinstance(example.sequences[0], Document)
+            and example.cut == "auto"
+            for example in examples
+        )
+
+    def with_shorter_prompt(
+        self, example: Example, sequences: list[TokenSequence], fates: Fates
+    ) -> list[TokenSequence] | None:
+        """The sequences of an example; where they are too long and of its prompt alone may go, with
+        a shorter one. None if the answers alone are too long.
+
+        Raises DataError where the template refuses the shorter conversation.
+        """
+        data, length = self._data, _length(sequences)
+        if length <= data.seq_len or set(example.cuts) != {"prompt"}:
+            return sequences
+        if data.over_long in ("drop", "error") or data.packing == "concat":
+            return sequences
+        chats = _sharing_their_prompt(example.sequences)
+        if not chats:
+            return sequences
+        fates.overflows(length)
+        shortened = shorter_prompts(
+            self._renderer, chats, limit=data.seq_len, side=data.truncate_prompt
+        )
+        if shortened is None:
+            fates.dropped[ANSWER_TOO_LONG if len(chats) == 1 else COMPLETIONS_TOO_LONG] += 1
+            return None
+        fates.cut(length - _length(shortened[1]))
+        return shortened[1]
+
+    def fitted(
+        self, example: Example, sequences: list[TokenSequence], fates: Fates, *, splits: bool
+    ) -> list[list[TokenSequence]]:
+        """What is stored of an example: its sequences, whole or cut; none where it is dropped; each
+        piece of a document for itself where it ``splits``."""
         if self._data.packing == "concat":
-            if block.sizes is not None and int(block.sizes.max()) > 1:
+            if len(sequences) > 1:
                 raise ConfigError(
                     "data.packing=concat cuts sequences at seq_len, and this task's examples are "
-                    f"several sequences that belong together (up to {int(block.sizes.max())}). Use "
+                    f"several sequences that belong together (here {len(sequences)}). Use "
                     "data.packing=best_fit."
                 )
-            return block
-        if self._splits and all(map(_is_uncut_document, examples)):
-            return self._split(block)
-        sizes = np.ones(len(examples), np.int64) if block.sizes is None else block.sizes
-        keep = np.ones(len(block.tokens), np.bool_)
-        used = np.ones(len(examples), np.bool_)
-        edges = np.concatenate([[0], np.cumsum(block.lengths)]).tolist()
-        spans = iter(pairwise(edges))
-        for number, example in enumerate(examples):
-            own = [next(spans) for _ in example.sequences]
-            cut: list[slice] | None = []
-            if own[-1][1] - own[0][0] > self._data.seq_len:
-                cut = self._cut(example, block, own)
-            for part in cut or ():
-                keep[part] = False
-            if cut is not None and not _all_answered(example, block.targets, keep, own):
-                self._fates.dropped[NO_TARGET_LEFT] += 1
-                cut = None
-            if cut is None:
-                used[number] = False
-                keep[own[0][0] : own[-1][1]] = False
-            elif cut:
-                self._fates.cut(sum(part.stop - part.start for part in cut))
-        return block if keep.all() else _selected(block, keep, used, sizes)
+            return [sequences]
+        length = _length(sequences)
+        if splits and length > self._data.seq_len:
+            pieces = self._pieces(sequences[0])
+            fates.split_sequences += len(pieces) - 1
+            return [[piece] for piece in pieces]
+        left: list[TokenSequence] | None = sequences
+        if length > self._data.seq_len:
+            left = self._cut(example, sequences, length, fates)
+        if left is None:
+            return []
+        for part, sequence in zip(example.sequences, left, strict=True):
+            # The first token is predicted from nothing.
+            if isinstance(part, Conversation) and not sequence.targets[1:].any():
+                fates.dropped[NO_TARGET_LEFT] += 1
+                return []
+        if left is not sequences:
+            fates.cut(length - _length(left))
+        return [left]
 
     def _cut(
-        self, example: Example, block: TokenBlock, spans: list[tuple[int, int]]
-    ) -> list[slice] | None:
-        """The tokens that an example which is too long loses; None where it is dropped."""
-        limit, over_long = self._data.seq_len, self._data.over_long
-        total = spans[-1][1] - spans[0][0]
-        self._fates.overflows(total)
-        if over_long == "error":
-            in_sequences = f" in {len(spans)} sequences" if len(spans) > 1 else ""
+        self, example: Example, sequences: list[TokenSequence], length: int, fates: Fates
+    ) -> list[TokenSequence] | None:
+        """The sequences of a too long example, cut to ``data.seq_len``; None if it is dropped."""
+        limit = self._data.seq_len
+        fates.overflows(length)
+        if self._data.over_long == "error":
+            in_sequences = f" in {len(sequences)} sequences" if len(sequences) > 1 else ""
             raise DataError(
-                f"{example.place}: {total} tokens{in_sequences}, data.seq_len is {limit}. Raise "
+                f"{example.place}: {length} tokens{in_sequences}, data.seq_len is {limit}. Raise "
                 "data.seq_len, or set data.over_long to truncate or drop."
             )
-        if over_long == "drop":
-            self._fates.dropped[TOO_LONG] += 1
+        if self._data.over_long == "drop":
+            fates.dropped[TOO_LONG] += 1
             return None
-        # Cut from the longest of those that may be cut.
-        places = list(zip(spans, example.cuts, strict=True))
-        lengths = [stop - start if cut in ("end", "start") else 0 for (start, stop), cut in places]
-        losses = _level_cuts(lengths, total - limit)
-        if sum(losses) < total - limit:
-            self._fates.dropped[NEVER_CUT] += 1
+        places = list(zip(sequences, example.cuts, strict=True))
+        # The longest of those that may be cut lose first.
+        sizes = [len(sequence.tokens) if cut in ("end", "start") else 0 for sequence, cut in places]
+        losses = _level_cuts(sizes, length - limit)
+        if sum(losses) < length - limit:
+            fates.dropped[NEVER_CUT] += 1
             return None
-        parts: list[slice] = []
-        for ((start, stop), cut), lost in zip(places, losses, strict=True):
-            if cut == "start":
-                parts.append(slice(start, start + lost))
-            elif lost:
-                stop -= self._kept_end(block, start, stop, lost)
-                parts.append(slice(stop - lost, stop))
-        return parts
+        return [
+            self._without(sequence, lost, cut)
+            for (sequence, cut), lost in zip(places, losses, strict=True)
+        ]
 
-    def _kept_end(self, block: TokenBlock, start: int, stop: int, lost: int) -> int:
-        """Tokens at the end of a sequence that stay where ``lost`` of those before them go."""
-        count = len(self._eos)
-        ends = count > 0 and block.tokens[stop - count : stop].tolist() == self._eos
-        return count if ends and stop - start >= lost + count else 0
+    def _without(self, sequence: TokenSequence, lost: int, cut: str) -> TokenSequence:
+        """The sequence without ``lost`` tokens at its start or its end. The tokens that end every
+        document stay at its end."""
+        size, end = len(sequence.tokens), len(self._end)
+        first = 0
+        if cut != "start":
+            ends = size >= lost + end and np.array_equal(sequence.tokens[size - end :], self._end)
+            first = size - lost - (end if ends else 0)
+        keep = np.ones(size, np.bool_)
+        keep[first : first + lost] = False
+        columns = {column: values[keep] for column, values in sequence.columns.items()}
+        return TokenSequence(sequence.tokens[keep], sequence.targets[keep], columns)
 
-    def _split(self, block: TokenBlock) -> TokenBlock:
-        """Documents as runs of at most ``seq_len`` tokens, one after the other."""
-        if int(block.lengths.max()) <= self._data.seq_len:
-            return block
-        bos, eos = (np.array(tokens, np.uint32) for tokens in self._wrap)
-        parts: list[np.ndarray] = []
-        lengths: list[int] = []
-        for document in np.split(block.tokens, np.cumsum(block.lengths)[:-1]):
-            body = document[len(bos) : len(document) - len(eos)]
-            start = 0
-            while True:
-                stop = min(start + self._capacity, len(body))
-                # No run of a single token, from which nothing can be learned.
-                stop -= len(body) - stop == 1 and not len(bos) + len(eos)
-                parts += [bos, body[start:stop], eos]
-                lengths.append(len(bos) + stop - start + len(eos))
-                self._fates.split_sequences += start > 0
-                if stop == len(body):
-                    break
-                start = stop
-        tokens = np.concatenate(parts)
-        return TokenBlock(tokens, np.ones(len(tokens), np.bool_), np.array(lengths))
+    def _pieces(self, document: TokenSequence) -> list[TokenSequence]:
+        """A document as runs of at most ``data.seq_len`` tokens, one after the other."""
+        begin, end = self._begin, self._end
+        body = document.tokens[len(begin) : len(document.tokens) - len(end)]
+        starts = list(range(0, len(body), self._capacity))
+        if starts[-1] == len(body) - 1 and not len(begin) + len(end):
+            starts[-1] -= 1  # nothing can be learned from a single token
+        runs = [
+            np.concatenate([begin, body[start:stop], end])
+            for start, stop in pairwise([*starts, len(body)])
+        ]
+        return [TokenSequence(run, np.ones(len(run), np.bool_)) for run in runs]
 
 
-def _is_uncut_document(example: Example) -> bool:
-    """Whether it is one document, of which the task has not said what may be cut."""
-    return (
-        len(example.sequences) == 1
-        and isinstance(example.sequences[0], Document)
-        and example.cut == "auto"
-    )
-
-
-def _all_answered(
-    example: Example, targets: np.ndarray, keep: np.ndarray, spans: list[tuple[int, int]]
-) -> bool:
-    """Whether each conversation has a target among the tokens that it keeps, but for the first."""
-    return all(
-        (targets[start:stop][keep[start:stop]][1:] != 0).any()
-        for sequence, (start, stop) in zip(example.sequences, spans, strict=True)
-        if isinstance(sequence, Conversation)
-    )
+def _length(sequences: list[TokenSequence]) -> int:
+    return sum(len(sequence.tokens) for sequence in sequences)
 
 
 def _level_cuts(lengths: list[int], over: int) -> list[int]:
@@ -232,90 +228,58 @@ def _level_cuts(lengths: list[int], over: int) -> list[int]:
     return [max(0, length - low) for length in lengths]
 
 
-def _selected(
-    block: TokenBlock, keep: np.ndarray, keep_examples: np.ndarray, sizes: np.ndarray
-) -> TokenBlock:
-    """The block without the tokens that are cut and the examples that are dropped."""
-    of_sequences = np.repeat(keep_examples, sizes)
-    edges = np.cumsum(block.lengths)
-    sums = np.concatenate([[0], np.cumsum(keep, dtype=np.int64)])
-    lengths = (sums[edges] - sums[edges - block.lengths])[of_sequences]
-    by_number = {"token": keep, "sequence": of_sequences, "example": keep_examples}
-    return TokenBlock(
-        block.tokens[keep],
-        block.targets[keep],
-        lengths,
-        None if block.sizes is None else sizes[keep_examples],
-        {column: values[by_number[column.per]] for column, values in block.columns.items()},
-    )
-
-
 # Prompts as text
 
 _JOINS = "\u200d\ufe0e\ufe0f"
 """Zero-width joiner and variation selectors: they belong to the character before them."""
 
 
-class PromptCutter:
-    """Cuts prompts until the conversations of an example, which share their prompt, have together
-    at most ``limit`` tokens. Threads may share it.
+def shorter_prompts(
+    renderer: Renderer, conversations: Sequence[Conversation], *, limit: int, side: str
+) -> tuple[list[Conversation], list[TokenSequence]] | None:
+    """Conversations that share their prompt, with one by which they have together at most ``limit``
+    tokens, and the tokens of each; None where the answers alone are too long.
 
-    The oldest turns go first, then the text before the answer, from the side that
-    ``data.truncate_prompt`` says. What the chat template writes stays, and the text is cut between
-    characters, never between the bytes of one.
+    The oldest turns go first, then the text before the answer, from its ``left`` or its ``right``
+    side. What the chat template writes stays, and the text is cut between characters, never between
+    the bytes of one.
     """
-
-    def __init__(self, renderer: Renderer, *, limit: int, side: str) -> None:
-        """``side``: ``left`` cuts the beginning of the text off, ``right`` its end."""
-        self._renderer = renderer
-        self._limit = limit
-        self._from_left = side == "left"
-
-    def shortened(
-        self, *conversations: Conversation
-    ) -> tuple[tuple[Conversation, ...], list[TokenSequence]] | None:
-        """The conversations with a prompt that fits, as they are where it does, and the tokens of
-        each; None where the answers alone are too long."""
-        rows = self._renderer.conversations([*conversations])
-        first = int(conversations[0].messages[0].role == "system")
-        while (over := sum(len(row.tokens) for row in rows) - self._limit) > 0:
-            *before, question = conversations[0].messages[:-1]
-            messages = [*before, question]
-            turns = [at for at, message in enumerate(messages) if message.role == "user"]
-            if later := [at for at in turns if at > first]:
-                before = before[:first] + before[later[0] :]
-            elif question.content:
-                # Each of the sequences loses what is cut.
-                question = replace(
-                    question, content=self._cut(question.content, -(-over // len(conversations)))
-                )
-            else:
-                return None
-            conversations = tuple(
-                replace(chat, messages=(*before, question, chat.messages[-1]))
-                for chat in conversations
-            )
-            rows = self._renderer.conversations([*conversations])
-        return conversations, rows
-
-    def _cut(self, text: str, over: int) -> str:
-        """The text without at least one character, and without about ``over`` tokens."""
-        encoding = self._renderer.plain_backend.encode(text, add_special_tokens=False)
-        offsets = encoding.offsets
-        if over >= len(offsets):
-            return ""
-        if self._from_left:
-            at = max(1, *(stop for _, stop in offsets[:over]))
-            while at < len(text) and _continues(text[at]):
-                at += 1
-            return text[at:]
-        at = min(len(text) - 1, *(start for start, _ in offsets[len(offsets) - over :]))
-        while at > 0 and _continues(text[at]):
-            at -= 1
-        return text[:at]
+    chats = list(conversations)
+    rows = renderer.conversations(chats)
+    first = int(chats[0].messages[0].role == "system")
+    while (over := sum(len(row.tokens) for row in rows) - limit) > 0:
+        *before, question = chats[0].messages[:-1]
+        turns = [at for at, message in enumerate(chats[0].messages[:-1]) if message.role == "user"]
+        if later := [at for at in turns if at > first]:
+            before = before[:first] + before[later[0] :]
+        elif question.content:
+            # Each of the sequences loses what is cut.
+            text = _cut_text(renderer, question.content, -(-over // len(chats)), side=side)
+            question = replace(question, content=text)
+        else:
+            return None
+        chats = [replace(chat, messages=(*before, question, chat.messages[-1])) for chat in chats]
+        rows = renderer.conversations(chats)
+    return chats, rows
 
 
-def sharing_their_prompt(sequences: Sequence[ExampleSequence]) -> list[Conversation]:
+def _cut_text(renderer: Renderer, text: str, over: int, *, side: str) -> str:
+    """The text without at least one character, and without about ``over`` tokens."""
+    offsets = renderer.plain_backend.encode(text, add_special_tokens=False).offsets
+    if over >= len(offsets):
+        return ""
+    if side == "left":
+        at = max(1, *(stop for _, stop in offsets[:over]))
+        while at < len(text) and _continues(text[at]):
+            at += 1
+        return text[at:]
+    at = min(len(text) - 1, *(start for start, _ in offsets[len(offsets) - over :]))
+    while at > 0 and _continues(text[at]):
+        at -= 1
+    return text[:at]
+
+
+def _sharing_their_prompt(sequences: Sequence[ExampleSequence]) -> list[Conversation]:
     """The sequences, if they are conversations that are the same but for the last answer."""
     chats = [sequence for sequence in sequences if isinstance(sequence, Conversation)]
     if len(chats) < len(sequences) or len(chats[0].messages) < 2:
