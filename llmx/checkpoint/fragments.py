@@ -165,17 +165,9 @@ class FragmentIndex:
                 f"{len(view)} bytes"
             )
         at = start
-        number = bisect_right(ranges, start, key=lambda r: r.start) - 1
-        while at < stop:
-            if (
-                number < 0
-                or number >= len(ranges)
-                or not (ranges[number].start <= at < ranges[number].stop)
-            ):
-                raise CheckpointError(
-                    f"{state} of {name}: element {at} is in none of {len(self._files)} files."
-                )
-            piece = ranges[number]
+        for piece in ranges[max(0, bisect_right(ranges, start, key=lambda r: r.start) - 1) :]:
+            if at >= stop or not piece.start <= at < piece.stop:
+                break
             end = min(stop, piece.stop)
             self._files[piece.file].read_into(
                 piece.key,
@@ -183,7 +175,11 @@ class FragmentIndex:
                 end - piece.start,
                 view[(at - start) * width : (end - start) * width],
             )
-            at, number = end, number + 1
+            at = end
+        if at < stop:
+            raise CheckpointError(
+                f"{state} of {name}: element {at} is in none of {len(self._files)} files."
+            )
 
     def _ranges(self, state: str, name: str) -> list[Range]:
         try:

@@ -22,29 +22,19 @@ from llmx.run.rundir import read_json
 
 
 def to_prune(
-    steps: Iterable[int],
-    *,
-    last: int,
-    best: int = 0,
-    every: int = 0,
-    metrics: Mapping[int, float | None] | None = None,
-    mode: str = "min",
+    steps: Iterable[int], config: CheckpointConfig, *, metrics: Mapping[int, float | None]
 ) -> list[int]:
-    """Steps that none of the three rules keeps, oldest first.
+    """Steps that no rule of ``config.keep`` keeps, oldest first.
 
     Args:
         steps: the usable checkpoints; others are not counted and not removed.
-        last: the newest so many stay, at least 1.
-        best: so many with the best value of ``metrics`` stay.
-        every: multiples of it stay; 0 is none.
         metrics: step -> value, where there is one.
-        mode: ``min`` or ``max`` is best.
     """
-    ordered = sorted(set(steps))
-    retained = set(ordered[-max(last, 1) :])
-    retained |= set(best_steps(ordered, metrics or {}, mode=mode)[:best])
-    if every > 0:
-        retained |= {step for step in ordered if step % every == 0}
+    keep, ordered = config.keep, sorted(set(steps))
+    retained = set(ordered[-max(keep.last, 1) :])
+    retained |= set(best_steps(ordered, metrics, mode=config.mode)[: keep.best])
+    if keep.every:
+        retained |= {step for step in ordered if step % keep.every == 0}
     return [step for step in ordered if step not in retained]
 
 
@@ -102,21 +92,7 @@ def plan_removals(
         step: later ones are of an abandoned branch: the run was rolled back.
         damaged: neither counted nor removed.
     """
-    keep = config.keep
     metrics = {at: value for storage in storages for at, value in storage.metrics.items()}
-
-    def outside_policy(steps: Collection[int]) -> set[int]:
-        return set(
-            to_prune(
-                steps,
-                last=keep.last,
-                best=keep.best,
-                every=keep.every,
-                metrics=metrics,
-                mode=config.mode,
-            )
-        )
-
     reports = [storage.reports for storage in storages]
     there = {each_step for storage in reports for each_step in storage} - set(damaged)
     later = {each_step for each_step in there if each_step > step}
@@ -126,7 +102,10 @@ def plan_removals(
         if assess([storage[each_step] for storage in reports if each_step in storage]).usable
     }
     # Incomplete ones are not counted among the complete, and are removed when they are older.
-    removals = outside_policy(complete) | (outside_policy(there - later) - complete)
+    removals = {
+        *to_prune(complete, config, metrics=metrics),
+        *(set(to_prune(there - later, config, metrics=metrics)) - complete),
+    }
     # An abandoned branch is removed even where it is pinned: its steps must not count as newest.
     removals -= {at for storage in storages for at in storage.pinned}
     ranked = best_steps(complete, metrics, mode=config.mode)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +65,8 @@ def verify(
     # Large files first: the threads end together.
     names = sorted(entries, key=lambda name: (-entries[name].bytes, name))
     with ThreadPoolExecutor(min(HASH_THREADS, os.cpu_count() or 1)) as pool:
-        small = sum(entries[name].bytes for name in names) <= CHUNK_BYTES
-        outcomes = list(
-            (map if small else pool.map)(
-                lambda name: check_file(
-                    directory, name, entries[name], hashes=hashes, on_bytes=on_bytes
-                ),
-                names,
-            )
-        )
+        check = partial(check_file, directory, hashes=hashes, on_bytes=on_bytes)
+        outcomes = list(pool.map(check, names, [entries[name] for name in names]))
     return sorted((problem for problem in outcomes if problem), key=lambda problem: problem.file)
 
 
@@ -232,9 +226,9 @@ def assess(reports: Sequence[Report]) -> Assessment:
 
 def describe(problems: Iterable[Problem], *, limit: int = 3) -> str:
     """The first ``limit`` problems and the number of others, on one line."""
-    words = [str(problem) for problem in problems]
-    omitted = f"; and {len(words) - limit} more" if len(words) > limit else ""
-    return "; ".join(words[:limit]) + omitted
+    texts = [str(problem) for problem in problems]
+    omitted = f"; and {len(texts) - limit} more" if len(texts) > limit else ""
+    return "; ".join(texts[:limit]) + omitted
 
 
 LINE_EVERY_S = 10.0
@@ -274,18 +268,18 @@ def verify_with_progress(directory: Path, *, stream: Any) -> list[Problem]:
 
 def explain(directory: Path, problems: Sequence[Problem]) -> str:
     """The problems in one sentence, with the hosts that have the missing files."""
-    words = describe(problems)
+    sentence = describe(problems)
     manifest = read_manifest(directory)
     if not isinstance(manifest, Manifest):
-        return words
+        return sentence
     absent = [problem.file for problem in problems if problem.found == MISSING]
     hosts = sorted({manifest.hosts[name] for name in absent if manifest.hosts.get(name)})
     if hosts and len(set(manifest.hosts.values())) > 1:
-        words += (
+        sentence += (
             f". Without a shared file system each host keeps its own part: copy {directory.name} "
             f"from {', '.join(hosts)} into {directory.parent}"
         )
-    return words + "."
+    return sentence + "."
 
 
 class ProgressLine:

@@ -172,16 +172,10 @@ class TensorWriter:
 
 
 def write_tensors(
-    path: Path,
-    tensors: Sequence[Fragment],
-    *,
-    metadata: Mapping[str, str] | None = None,
-    disk: Disk = DISK,
+    path: Path, tensors: Sequence[Fragment], *, metadata: Mapping[str, str] | None = None
 ) -> FileEntry:
     """Reserve, write, hash and sync one new file. Fragments in any order."""
-    with TensorWriter(
-        path, [tensor.spec for tensor in tensors], metadata=metadata, disk=disk
-    ) as file:
+    with TensorWriter(path, [tensor.spec for tensor in tensors], metadata=metadata) as file:
         by_key = {tensor.key: tensor for tensor in tensors}
         return file.write(by_key[spec.key] for spec in file.order)
 
@@ -211,12 +205,6 @@ def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-@dataclass(frozen=True)
-class _Entry:
-    spec: TensorSpec
-    offset: int
-
-
 class TensorFile:
     """One safetensors file, opened for reading; only its header is read.
 
@@ -227,15 +215,15 @@ class TensorFile:
         self.path = Path(path)
         self._descriptor = _open(self.path)
         try:
-            self._size = os.fstat(self._descriptor).st_size
             self._entries = self._read_header()
         except BaseException:
             os.close(self._descriptor)
             self._descriptor = -1
             raise
 
-    def _read_header(self) -> dict[str, _Entry]:
-        size = self._size
+    def _read_header(self) -> dict[str, tuple[TensorSpec, int]]:
+        """Each tensor, and the place of its first byte."""
+        size = os.fstat(self._descriptor).st_size
         length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise CheckpointError(
@@ -253,7 +241,7 @@ class TensorFile:
                 first, last = value["data_offsets"]
                 if 8 + length + first != end or last - first != spec.num_bytes or count < 0:
                     raise ValueError(f"{key!r} is recorded at {first} to {last}")
-                entries[key] = _Entry(spec, end)
+                entries[key] = spec, end
                 end += spec.num_bytes
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{self.path} has a damaged header: {error}") from error
@@ -264,24 +252,17 @@ class TensorFile:
     @property
     def specs(self) -> list[TensorSpec]:
         """All tensors of the file, in its order."""
-        return [entry.spec for entry in self._entries.values()]
+        return [spec for spec, _ in self._entries.values()]
 
     def read_into(self, key: str, start: int, stop: int, out: Any) -> None:
-        """Elements ``[start, stop)`` into ``out``, a writable buffer of exactly their size.
+        """Elements ``[start, stop)``, which it has, into ``out``, a writable buffer of their size.
 
         Reads instead of mapping: a broken disk is an OSError, and no page of the file counts as
         this process's memory.
         """
-        entry = self._entries[key]
-        if not 0 <= start <= stop <= entry.spec.num_elements:
-            raise IndexError(f"{key} has {entry.spec.num_elements} elements, not {start} to {stop}")
-        width = ITEM_BYTES[entry.spec.dtype]
-        view = as_bytes(out)
-        if len(view) != (stop - start) * width:
-            raise ValueError(
-                f"{key}: {stop - start} x {entry.spec.dtype} do not fit {len(view)} bytes"
-            )
-        position = entry.offset + start * width
+        spec, offset = self._entries[key]
+        position = offset + start * ITEM_BYTES[spec.dtype]
+        view = as_bytes(out)[: (stop - start) * ITEM_BYTES[spec.dtype]]
         while len(view):
             count = os.preadv(self._descriptor, [view[: 2**30]], position)
             if count == 0:
@@ -292,12 +273,6 @@ class TensorFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def __enter__(self) -> TensorFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _open(path: Path) -> int:

@@ -31,6 +31,7 @@ from llmx.config.model_rules import (
 from llmx.errors import ConfigError
 from llmx.models.adapter_names import NAME, WEIGHTS_FILE, exported_name, read_quantization
 from llmx.models.initialise import module_seed
+from llmx.models.load import Checkpoint
 from llmx.models.parameters import (
     matching_parameters,
     output_embedding,
@@ -39,13 +40,12 @@ from llmx.models.parameters import (
 )
 from llmx.models.pooling import head_names
 from llmx.models.quantized import Quantization, QuantizedLinear, round_layers
-from llmx.models.spec import CAUSAL_LM
+from llmx.models.spec import BACKBONE, CAUSAL_LM, CLASSIFICATION
 
-CLASSIFICATION = "sequence_classification"
 TASK_TYPES = {
-    "causal_lm": "CAUSAL_LM",
+    CAUSAL_LM: "CAUSAL_LM",
     CLASSIFICATION: "SEQ_CLS",
-    "backbone": "FEATURE_EXTRACTION",
+    BACKBONE: "FEATURE_EXTRACTION",
 }
 """peft's word for a head; it has none for a masked language model."""
 
@@ -81,10 +81,8 @@ def add_adapter(
     targets = _targets(network, adapter, head=head)
     saved_modules = _modules_to_save(network, model, adapter, head=head)
     config = lora_config(network, model, adapter, targets, head=head)
-    peft = _peft()
-    with _gathering(ds_config), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of layers that are Conv1D, and of tied ones
-        peft.inject_adapter_in_model(config, network)
+    with _gathering(ds_config):
+        _inject(config, network)
     network.requires_grad_(False)
     layers = _lora_layers(network)
     if set(layers) != set(targets):
@@ -319,9 +317,13 @@ def inject_described(network: nn.Module, description: Mapping[str, Any]) -> None
     values = {name: value for name, value in description.items() if name in fields}
     # Modules that are trained whole are those of the network itself.
     config = peft.LoraConfig(**{**values, "modules_to_save": None, "inference_mode": False})
+    _inject(config, network)
+
+
+def _inject(config: Any, network: nn.Module) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        peft.inject_adapter_in_model(config, network)
+        warnings.simplefilter("ignore")  # of layers that are Conv1D, and of tied ones
+        _peft().inject_adapter_in_model(config, network)
 
 
 def load_adapted(directory: Path, source: ModelConfig) -> Any:
@@ -336,16 +338,21 @@ def load_adapted(directory: Path, source: ModelConfig) -> Any:
     from llmx.models.network_config import network_config
 
     peft, config = _peft(), network_config(source)
+    weights = Checkpoint([directory / WEIGHTS_FILE])
     base = auto_class(CAUSAL_LM, config).from_pretrained(
         str(Path(source.path or "").expanduser()),
         revision=source.revision or "main",
         config=config,
-        dtype=_dtype_of(directory),
+        dtype=weights.tensor(weights.names[0]).dtype,
         trust_remote_code=source.trust_remote_code,
     )
     if (quantized := read_quantization(directory)) is not None:
         round_layers(base, quantized)
-    _grow(base, directory)
+    embedding = base.get_input_embeddings().weight
+    for name in [name for name, parameter in base.named_parameters() if parameter is embedding]:
+        shape = weights.shapes.get(exported_name(name), embedding.shape)
+        if shape != embedding.shape:  # model.add_tokens has given it rows
+            base.resize_token_embeddings(shape[0], mean_resizing=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
         adapted = peft.PeftModel.from_pretrained(base, str(directory), autocast_adapter_dtype=False)
@@ -355,33 +362,12 @@ def load_adapted(directory: Path, source: ModelConfig) -> Any:
     return model
 
 
-def _grow(base: Any, directory: Path) -> None:
-    """Give ``base`` the rows of the embedding that the adapter of ``directory`` brings, where it
-    has one (``model.add_tokens``)."""
-    from safetensors import safe_open
-
-    embedding = base.get_input_embeddings().weight
-    names = {exported_name(n) for n, p in base.named_parameters() if p is embedding}
-    with safe_open(str(directory / WEIGHTS_FILE), framework="pt") as opened:
-        for name in names & set(opened.keys()):
-            rows = int(opened.get_slice(name).get_shape()[0])
-            if rows != embedding.shape[0]:
-                base.resize_token_embeddings(rows, mean_resizing=False)
-
-
-def _dtype_of(directory: Path) -> torch.dtype:
-    """The dtype of the tensors in an adapter's file."""
-    from safetensors import safe_open
-
-    with safe_open(str(directory / WEIGHTS_FILE), framework="pt") as opened:
-        dtype: torch.dtype = opened.get_tensor(next(iter(opened.keys()))).dtype
-    return dtype
-
-
 @contextlib.contextmanager
-def without_adapter(network: nn.Module) -> Iterator[None]:
-    """Inside, the network computes what its base does. Nothing is moved or changed."""
-    layers = _lora_layers(network).values()
+def base_alone(network: nn.Module) -> Iterator[None]:
+    """Inside, the network computes what its base does in an evaluation: without its adapter, and
+    without dropout. Nothing is moved."""
+    layers, was_training = _lora_layers(network).values(), network.training
+    network.eval()
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -389,21 +375,7 @@ def without_adapter(network: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
-
-
-@contextlib.contextmanager
-def base_alone(network: nn.Module) -> Iterator[None]:
-    """Inside, the network computes what its base does in an evaluation: without its adapter, and
-    without dropout."""
-    was_training = network.training
-    if was_training:
-        network.eval()
-    try:
-        with without_adapter(network):
-            yield
-    finally:
-        if was_training:
-            network.train()
+        network.train(was_training)
 
 
 def freeze(network: nn.Module, patterns: list[str]) -> None:

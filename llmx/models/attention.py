@@ -98,6 +98,12 @@ def segment_bounds(segment_ids: torch.Tensor) -> tuple[int, ...]:
     return (*map(int, starts), len(flat))
 
 
+def sequence_spans(segment_ids: torch.Tensor) -> list[tuple[int, int]]:
+    """First token and end of each sequence in the concatenated lines, line by line."""
+    flat = segment_ids.reshape(-1).numpy()
+    return [(first, end) for first, end in pairwise(segment_bounds(segment_ids)) if flat[first]]
+
+
 def model_inputs(
     batch: dict[str, torch.Tensor],
     *,

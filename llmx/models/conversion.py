@@ -262,7 +262,7 @@ def _group_key(conversions: list[Any], name: str) -> str:
 
 
 def effective_conversions(model: nn.Module) -> list[str]:
-    """The transforms of ``conversions_to_revert`` in words, for ``state.json``.
+    """The transforms of ``conversions_to_revert`` as texts, for ``state.json``.
 
     Empty where files have the weights as memory has them, so that a checkpoint can be exported
     without transformers. Worked out once for a model.
@@ -273,21 +273,21 @@ def effective_conversions(model: nn.Module) -> list[str]:
     conversions = conversions_to_revert(model)
     groups = plan_export(model, shapes, conversions)
     as_it_is = all(group.targets == (group.sources[0][1],) and not group.key for group in groups)
-    words = [] if as_it_is else [repr(conversion) for conversion in conversions]
-    return _EFFECTIVE.setdefault(model, words)
+    texts = [] if as_it_is else [repr(conversion) for conversion in conversions]
+    return _EFFECTIVE.setdefault(model, texts)
 
 
 _EFFECTIVE: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
 
 
-def conversions_in_words(model: nn.Module, words: list[str]) -> list[Any]:
+def conversions_of(model: nn.Module, texts: list[str]) -> list[Any]:
     """The transforms of ``effective_conversions``.
 
     Raises:
         ConfigError: this version of transformers has others.
     """
-    by_words = {repr(entry): entry for entry in _conversions_of(model)}
-    if unknown := [word for word in words if word not in by_words]:
+    by_text = {repr(entry): entry for entry in _conversions_of(model)}
+    if unknown := [text for text in texts if text not in by_text]:
         import transformers
 
         raise ConfigError(
@@ -296,4 +296,4 @@ def conversions_in_words(model: nn.Module, words: list[str]) -> list[Any]:
             f"laid out in files: {unknown[0]}. Export with the version of the run (see "
             "provenance.json)."
         )
-    return [by_words[word] for word in words]
+    return [by_text[text] for text in texts]

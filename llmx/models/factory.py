@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from llmx.collectives import world
 from llmx.config import AdapterConfig, DataConfig, ModelConfig
 from llmx.config.model_rules import added_tokens, head_problem
 from llmx.errors import ConfigError
@@ -36,9 +36,9 @@ from llmx.models.pooling import (
 )
 from llmx.models.quantized import (
     Quantization,
-    QuantizeOnArrival,
     linear_layers_on_meta,
     materialise,
+    quantize_on_arrival,
     quantized_layers,
     to_quantize,
 )
@@ -191,7 +191,7 @@ def build_model(
         layers = to_quantize(model, adapter, without=head_parameters | pooler_names(model))
         materialise(model, layers, device=device)
         model.tie_weights()
-        on_arrival = QuantizeOnArrival(model, quantization, device=device, dtype=dtype)
+        on_arrival = quantize_on_arrival(model, quantization, device=device, dtype=dtype)
     config.architectures = model.config.architectures = [type(model).__name__]
     if head == CLASSIFICATION and has_score(model):
         give_pooled_forward(model)
@@ -201,7 +201,21 @@ def build_model(
     elif source.init == "scratch":
         initialise(model, seed=seed)
     else:
-        _load(model, config, source, seed, head=head, new_tokens=new_tokens, on_arrival=on_arrival)
+        drawn = load_weights(
+            model,
+            source,
+            seed=seed,
+            head=head,
+            replaced=head == CLASSIFICATION and has_other_labels(network_config(source), config),
+            new_tokens=new_tokens,
+            on_arrival=on_arrival,
+        )
+        if drawn and head == CLASSIFICATION and world()[1] == 0:
+            print(
+                f"model.path={source.path} has no classification head for these labels. Newly "
+                f"initialised (seed={seed}): {', '.join(sorted(drawn))}.",
+                flush=True,
+            )
         keep_generation_config(model, source)
     if head == BACKBONE:
         for name in pooler_names(model):  # it is behind the hidden states: nothing trains it
@@ -251,43 +265,6 @@ def _construct(
         raise
 
 
-def _load(
-    model: Any,
-    config: Any,
-    source: ModelConfig,
-    seed: int,
-    *,
-    head: str,
-    new_tokens: Sequence[int],
-    on_arrival: OnArrival | None,
-) -> None:
-    """Pretrained weights. A classification head that the checkpoint lacks, or that is one for
-    other labels, is drawn anew, and so it is said."""
-    load = partial(load_weights, model, source, new_tokens=new_tokens, on_arrival=on_arrival)
-    if head == BACKBONE:
-        load(seed=seed, may_draw=pooler_names(model), backbone=True)
-        return
-    if head != CLASSIFICATION:
-        load()
-        return
-    other_labels = has_other_labels(network_config(source), config)
-    drawn = load(seed=seed, may_draw=head_names(model), replaced=other_labels, other_heads=True)
-    if drawn and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0):
-        print(
-            f"model.path={source.path} has no classification head for these labels. Newly "
-            f"initialised (seed={seed}): {', '.join(sorted(drawn))}.",
-            flush=True,
-        )
-
-
-def _dtype_of(ds_config: dict[str, Any]) -> torch.dtype:
-    """The dtype that the engine computes in."""
-    for name in ("bf16", "fp16"):
-        if ds_config.get(name, {}).get("enabled"):
-            return DTYPES[name]
-    return torch.float32
-
-
 @contextlib.contextmanager
 def _empty_model(
     *, stage: int, device: torch.device, ds_config: dict[str, Any], dtype: torch.dtype
@@ -309,14 +286,8 @@ def _empty_model(
             stack.enter_context(prevent_arange_dtype_change())
             # From the config: DeepSpeed 0.19.8 takes its argument `dtype` only where
             # the device knows fp16; on a CPU it would be bf16, whatever is asked for.
-            precisions = {
-                "bf16": {"enabled": dtype == torch.bfloat16},
-                "fp16": {"enabled": dtype == torch.float16},
-            }
-            init_config = (
-                {**ds_config, **precisions} if dtype != _dtype_of(ds_config) else ds_config
-            )
-            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=init_config))
+            precisions = {name: {"enabled": dtype == DTYPES[name]} for name in ("bf16", "fp16")}
+            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=ds_config | precisions))
         else:
             stack.enter_context(device)
         stack.enter_context(no_init_weights())

@@ -63,7 +63,8 @@ def model_flops(model: nn.Module, *, causal: bool = True) -> ModelFlops:
     in_part = any(parameter.requires_grad for parameter in model.parameters())
     config = cast("PreTrainedModel", model).config.get_text_config()
     head = output_embedding(model)
-    head_parameters = {id(p) for p in head.parameters() if p.dim() > 1} if head else set()
+    # A tied matrix multiplies as the head.
+    head_matrices = [p for p in head.parameters() if p.dim() > 1] if head else []
     modules = list(_text_modules(model))
     looked_up = {
         id(parameter)
@@ -73,7 +74,8 @@ def model_flops(model: nn.Module, *, causal: bool = True) -> ModelFlops:
     }
     active = _active_part(model, config)
     matrices, frozen = 0.0, 0.0
-    counted = looked_up | head_parameters | _of_whole_sequences(model, has_head=head is not None)
+    counted = looked_up | {id(p) for p in head_matrices}
+    counted |= _of_whole_sequences(model, has_head=head is not None)
     for module in modules:
         if isinstance(module, QuantizedLinear):  # its weight is no parameter, and frozen
             matrices, frozen = matrices + module.num_weights, frozen + module.num_weights
@@ -85,17 +87,12 @@ def model_flops(model: nn.Module, *, causal: bool = True) -> ModelFlops:
                 counted.add(id(parameter))
     return ModelFlops(
         matrices=matrices,
-        # A tied matrix multiplies as the head.
-        head=sum(math.prod(whole_shape(p)) for p in head.parameters() if p.dim() > 1)
-        if head
-        else 0,
+        head=sum(math.prod(whole_shape(p)) for p in head_matrices),
         attention=_attention(config),
         causal=causal,
         frozen_matrices=frozen,
         frozen_head=sum(
-            math.prod(whole_shape(p))
-            for p in (head.parameters() if head else ())
-            if p.dim() > 1 and in_part and not p.requires_grad
+            math.prod(whole_shape(p)) for p in head_matrices if in_part and not p.requires_grad
         ),
     )
 
@@ -121,15 +118,9 @@ def _of_whole_sequences(model: nn.Module, *, has_head: bool) -> set[int]:
 
 def _active_part(model: nn.Module, config: Any) -> dict[int, float]:
     """Id of each weight of an expert -> the fraction of tokens that are multiplied with it."""
-    chosen = next(
-        (
-            int(value)
-            for name in EXPERTS_PER_TOKEN
-            if isinstance(value := getattr(config, name, None), int)
-        ),
-        None,
-    )
     parts: dict[int, float] = {}
+    named = [getattr(config, name, None) for name in EXPERTS_PER_TOKEN]
+    chosen = next((value for value in named if isinstance(value, int)), None)
     if chosen is None:
         return parts
     for name, module in model.named_modules():
@@ -176,14 +167,9 @@ def _attention(config: Any) -> tuple[tuple[float, int | None], ...]:
             window = getattr(config, "sliding_window", None)
         elif "chunked" in kind:
             window = getattr(config, "attention_chunk_size", None)
-        layers.append((_attention_width(_of_layer(config, number)), window))
+        by_layer = getattr(config, "per_layer_config", None)
+        layers.append((_attention_width(by_layer[number] if by_layer else config), window))
     return tuple(layers)
-
-
-def _of_layer(config: Any, number: int) -> Any:
-    """The values of one layer, where a config has them by layer."""
-    layers = getattr(config, "per_layer_config", None)
-    return layers[number] if layers else config
 
 
 def _attention_width(config: Any) -> float:

@@ -20,10 +20,10 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -34,9 +34,6 @@ from llmx.errors import ConfigError
 from llmx.models.attention import AttentionMethod
 from llmx.models.loss import takes
 from llmx.models.sampling import Sampling
-
-if TYPE_CHECKING:
-    from llmx.models.model import Model
 
 FILE = "generation_config.json"
 
@@ -73,8 +70,10 @@ def stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted({*stop_token_ids(tokenizer), *(published_ids & special_ids)}))
 
 
-def exported_generation_config(model: Any, config: Any, *, tokenizer: Any) -> Any:
-    """The generation config to write beside the weights: the model's, with every stop token."""
+def write_generation_config(directory: Path, model: Any, config: Any, *, tokenizer: Any) -> None:
+    """Write ``generation_config.json``: the model's, with every stop token. Its values are not
+    judged: published configs hold some that ``save_pretrained`` would refuse (Llama 2: a
+    temperature without sampling)."""
     from transformers import GenerationConfig
 
     generation = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
@@ -90,13 +89,6 @@ def exported_generation_config(model: Any, config: Any, *, tokenizer: Any) -> An
     # Transformers 4 makes one that it takes for derived anew from config.json, where there is only
     # one stop token.
     generation._from_model_config = False
-    return generation
-
-
-def write_generation_config(directory: Path, model: Any, config: Any, *, tokenizer: Any) -> None:
-    """Write ``generation_config.json``. Its values are not judged: published configs hold some
-    that ``save_pretrained`` would refuse (Llama 2: a temperature without sampling)."""
-    generation = exported_generation_config(model, config, tokenizer=tokenizer)
     generation.to_json_file(directory / FILE, use_diff=True, keys_to_pop=["compile_config"])
 
 
@@ -116,79 +108,49 @@ STOP, LENGTH, POSITIONS = "stop", "length", "positions"
 Weights = Callable[[], contextlib.AbstractContextManager[None]]
 
 
-@dataclass(frozen=True)
-class BareDecoder:
-    """A causal language model that nothing wraps. Its fields are named as those of a ``Model``."""
+@dataclass
+class Decoder:
+    """A causal language model for generation; a ``Model`` is one."""
 
     module: nn.Module
+    """The module itself, inside DeepSpeed's engine where there is one."""
     config: Any
-    """The Hugging Face config of the model."""
+    """The Hugging Face config, vocabulary as in memory."""
     vocab_size: int
-    """Rows of the vocabulary that count; the others are never drawn."""
+    """Rows of the vocabulary that count, and are drawn; the config's own may be padded."""
     attention: AttentionMethod
     """The method by which it gets a batch."""
     dtype: torch.dtype
     """Dtype of the activations."""
     device: torch.device
     for_generation: Weights = contextlib.nullcontext
+    """Inside, an engine holds this network whole, where that has room (``weights_for_generation``).
+    """
 
 
-Decoder = Union[BareDecoder, "Model"]
-"""A causal language model for generation."""
-
-
-def decoder_of(model: Any, *, try_padding: bool = False) -> BareDecoder:
+def decoder_of(model: Any, *, try_padding: bool = False) -> Decoder:
     """A bare model of Transformers. Only prompts of equal length share a batch: nothing is known
-    about how it takes padding. ``try_padding``: it is found out, by two short forwards."""
+    about how it takes padding. ``try_padding``: a tiny model of its class is tried."""
     config = model.config.get_text_config()
     implementation = config._attn_implementation or "eager"
-    decoder = BareDecoder(
+    attention = AttentionMethod(implementation, "none", "padded")
+    if try_padding:
+        from llmx.models.isolation import find_methods
+
+        trial = find_methods(
+            model.config,
+            implementations=[implementation],
+            layouts=["packed"],
+            trust_remote_code=type(model).__module__.startswith("transformers_modules."),
+        )
+        attention = trial.packed or attention
+    return Decoder(
         module=model,
         config=config,
         vocab_size=model.get_output_embeddings().weight.shape[0],
-        attention=AttentionMethod(implementation, "none", "padded"),
+        attention=attention,
         dtype=model.dtype,
         device=model.device,
-    )
-    if try_padding:
-        masked = replace(decoder, attention=AttentionMethod(implementation, "mask", "packed"))
-        if takes_left_padding(config, masked.attention) and _padding_is_unseen(masked):
-            return masked
-    return decoder
-
-
-@torch.no_grad()
-def _padding_is_unseen(model: BareDecoder) -> bool:
-    """Whether a prompt has the same logits with padding at its left as alone, to the bit whatever
-    the padding is."""
-    from llmx.models.decode import mask
-
-    if not takes(type(model.module), "position_ids", by_name=True):
-        return False
-    prompt, pads = [(7 * i + 5) % model.vocab_size for i in range(5)], 3
-    length = pads + len(prompt)
-    padding = torch.tensor([pads, 0], device=model.device)
-    place = torch.arange(length, device=model.device)
-
-    def logits(pad: int) -> torch.Tensor:
-        rows = [[pad] * pads + prompt, [(3 * i + 1) % model.vocab_size for i in range(length)]]
-        outputs = model.module(
-            input_ids=torch.tensor(rows, device=model.device),
-            position_ids=(place[None, :] - padding[:, None]).clamp(min=0),
-            attention_mask=mask(model, place, length, padding),
-        )
-        last: torch.Tensor = outputs.logits[0, -1, : model.vocab_size].float()
-        return last
-
-    try:
-        first, second = logits(0), logits(1 % model.vocab_size)
-        outputs = model.module(input_ids=torch.tensor([prompt], device=model.device))
-        alone = outputs.logits[0, -1, : model.vocab_size].float()
-    except Exception:  # whatever a model's own code says to such a mask, it takes none
-        return False
-    near = 1e-3 if model.dtype == torch.float32 else 5e-2
-    return torch.equal(first, second) and bool(
-        (first - alone).abs().max() <= near * alone.abs().max().clamp(min=1)
     )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ from torch import nn
 from llmx.data import collate
 from llmx.data.store.samples import Sample
 from llmx.models.attention import AttentionMethod, methods, model_inputs
-from llmx.models.loss import IGNORE, micro_batch_loss, target_positions
+from llmx.models.loss import micro_batch_loss, target_positions
 from llmx.models.model import BACKBONE, CAUSAL_LM, LANGUAGE_MODELS, auto_class
 from llmx.models.tiny import tiny_config
 from llmx.models.varlen import Unsupported, name_of_attention, register
@@ -64,8 +64,6 @@ class TrialResult:
     """Why no method is right: this model cannot be trained here."""
     unknown: str = ""
     """Why nothing could be tried."""
-    config_error: str = ""
-    """Why this host cannot run what the config asks for; nothing was tried."""
 
 
 class _Problem(NamedTuple):
@@ -88,23 +86,15 @@ class _Trial:
     remote: bool
     head: str
     causal: bool
-    refusals: dict[str, Exception | None] = field(default_factory=dict)
 
-    def need(self, implementation: str) -> None:
+    def build(self, implementation: str) -> None:
         """Raise what building the model with this attention raises: switching is laxer."""
-        if implementation not in self.refusals:
-            self.refusals[implementation] = None
-            try:
-                with torch.device("meta"):
-                    auto_class(self.head, self.model.config).from_config(
-                        copy.deepcopy(self.model.config),
-                        attn_implementation=implementation,
-                        trust_remote_code=self.remote,
-                    )
-            except Exception as error:
-                self.refusals[implementation] = error
-        if refusal := self.refusals[implementation]:
-            raise refusal
+        with torch.device("meta"):
+            auto_class(self.head, self.model.config).from_config(
+                copy.deepcopy(self.model.config),
+                attn_implementation=implementation,
+                trust_remote_code=self.remote,
+            )
 
 
 def find_methods(
@@ -309,8 +299,8 @@ class Computed:
 
 
 def computed_alone(model: Any, device: torch.device, *, shifted: bool = True) -> Computed:
-    """Summed loss and gradient of each row by itself, as the model's authors compute it.
-    ``shifted``: of the next token, else of the token itself."""
+    """Summed loss and gradient of each row by itself, as the model's authors compute it: of all
+    tokens but the first. ``shifted``: predicted at the token before, else at the token itself."""
     model.zero_grad()
     total = 0.0
     with without_dropout(model):
@@ -318,8 +308,7 @@ def computed_alone(model: Any, device: torch.device, *, shifted: bool = True) ->
             for tokens, _ in sample.sequences():
                 ids = _tokens(tokens, device)
                 scores = _scores(model(input_ids=ids))[0]
-                pairs = (scores[:-1], ids[0, 1:]) if shifted else (scores, ids[0])
-                loss = _cross_entropy(*pairs)
+                loss = _cross_entropy(scores[:-1] if shifted else scores[1:], ids[0, 1:])
                 loss.backward()
                 total += float(loss.detach())
     return Computed(total, gradient_of(model))
@@ -339,7 +328,7 @@ def _problem(trial: _Trial, method: AttentionMethod) -> _Problem | None:
     model = trial.model
     name, attention = type(model).__name__, name_of_attention(method.implementation)
     try:
-        trial.need(method.implementation)
+        trial.build(method.implementation)
         model.set_attn_implementation(method.implementation)
         # A rank without samples; with dropout, as trained.
         _batch_loss(trial, (), method).backward()
@@ -375,24 +364,14 @@ def _problem(trial: _Trial, method: AttentionMethod) -> _Problem | None:
 
 def _batch_loss(trial: _Trial, samples: Sequence[Sample], method: AttentionMethod) -> torch.Tensor:
     batch = collate(list(samples), seq_len=SEQ_LEN, pad_id=0, layout=method.layout, pad_to=8)
-    if trial.head != CAUSAL_LM:
-        batch["labels"] = _own_labels(samples, batch)
+    if trial.head != CAUSAL_LM:  # each token's own id, at its place
+        batch["labels"] = batch["labels"].roll(1, dims=1)
     inputs, labels = model_inputs(batch, method=method, dtype=trial.dtype, device=trial.device)
     if trial.head in LANGUAGE_MODELS:
         return micro_batch_loss(trial.model, inputs, labels)
     at = target_positions(labels, trial.device)
     scores = _scores(trial.model(**inputs))[at.rows, at.columns]
     return scores.sum() * 0.0 if at.empty else _cross_entropy(scores, at.tokens)
-
-
-def _own_labels(samples: Sequence[Sample], batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Each token's own id at its place; ``IGNORE`` in the padding, and where it is no target."""
-    labels = torch.full_like(batch["input_ids"], IGNORE)
-    real = batch["segment_ids"] > 0
-    tokens = np.concatenate([np.zeros(0, np.int64), *(sample.tokens for sample in samples)])
-    targets = np.concatenate([np.zeros(0, bool), *(sample.targets for sample in samples)])
-    labels[real] = torch.from_numpy(np.where(targets, tokens.astype(np.int64), IGNORE))
-    return labels
 
 
 @torch.no_grad()

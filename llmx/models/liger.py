@@ -3,7 +3,7 @@
 ``model.liger_kernel=null`` uses them on CUDA where the package is installed on every host and a
 tiny model of the same config has the same loss and gradient with them as without. Cross entropy
 stays ours, at target positions (``llmx.models.loss``). Shown by
-``python -m pytest tests/unit/test_train_liger.py``.
+``python -m pytest tests/unit/test_train_isolation.py``.
 """
 
 from __future__ import annotations

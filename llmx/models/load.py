@@ -26,7 +26,8 @@ from llmx.errors import ConfigError
 from llmx.models.conversion import Group, LoadPlan, WholeShapes, plan_load
 from llmx.models.initialise import initialise
 from llmx.models.parameters import persistent_buffers, vocabulary_parameters, whole, whole_shape
-from llmx.models.pooling import is_of_another_head
+from llmx.models.pooling import head_names, pooler_names
+from llmx.models.spec import BACKBONE, CAUSAL_LM, CLASSIFICATION
 
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -147,11 +148,9 @@ def load_weights(
     source: ModelConfig,
     *,
     seed: int = 0,
-    may_draw: Collection[str] = (),
+    head: str = CAUSAL_LM,
     replaced: bool = False,
-    other_heads: bool = False,
     new_tokens: Sequence[int] = (),
-    backbone: bool = False,
     on_arrival: OnArrival | None = None,
 ) -> set[str]:
     """Fill every parameter and persistent buffer of ``model``; the names of those that were drawn
@@ -162,13 +161,12 @@ def load_weights(
 
     Args:
         seed: of what is drawn.
-        may_draw: names that the checkpoint may lack, beside those that the architecture names.
-        replaced: draw all of ``may_draw`` outside the base model, also what the checkpoint has.
-        other_heads: weights of the checkpoint that are not of the base model are left out.
+        head: of the model. The checkpoint may lack a classification head, and the pooler of a
+            backbone; both leave out what the checkpoint has of another head.
+        replaced: draw the head anew, also where the checkpoint has one.
         new_tokens: ids that the checkpoint knows nothing of. Their rows of embedding and head
             become the mean of those of the tokens before them, whether the checkpoint has
             fewer rows than the model or spare ones.
-        backbone: the model is a base model; the head of a checkpoint that has one is left out.
         on_arrival: gets the weights of layers on the meta device (``llmx.models.quantized``).
 
     Raises ConfigError that names what the checkpoint lacks, and what it has beyond the model
@@ -182,11 +180,16 @@ def load_weights(
     targets: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     targets.update(persistent_buffers(model))
     plan = plan_load(model, checkpoint.shapes, targets)
-    if other_heads:
-        plan.unexpected = [name for name in plan.unexpected if not is_of_another_head(model, name)]
-    inside = f"{model.base_model_prefix}."
-    if backbone and any(name.startswith(inside) for name in checkpoint.names):
-        plan.unexpected = [name for name in plan.unexpected if name.startswith(inside)]
+    inside, may_draw = f"{model.base_model_prefix}.", set[str]()
+    if head == BACKBONE:
+        may_draw = pooler_names(model)
+        if any(name.startswith(inside) for name in checkpoint.names):
+            plan.unexpected = [name for name in plan.unexpected if name.startswith(inside)]
+    elif head == CLASSIFICATION:
+        may_draw = head_names(model)
+        plan.unexpected = [
+            name for name in plan.unexpected if name.startswith(inside) and ".pooler." not in name
+        ]
     if replaced:
         plan.drop({name for name in may_draw if not name.startswith(inside)})
     drawn = _check_names(model, source, checkpoint, plan, targets, may_draw=may_draw)

@@ -24,9 +24,9 @@ from torch import nn
 
 from llmx.errors import ConfigError
 from llmx.models.adapter import Adapter, base_alone
-from llmx.models.attention import AttentionMethod, model_inputs
+from llmx.models.attention import model_inputs, sequence_spans
 from llmx.models.experts import Routing
-from llmx.models.generate import BATCH, Completion, Weights, generate
+from llmx.models.generate import BATCH, Completion, Decoder, generate
 from llmx.models.loss import (
     CROSS_ENTROPY,
     IGNORE,
@@ -70,17 +70,10 @@ def embedding_noise(
     width = like.shape[-1]
     noise = torch.zeros(segment_ids.numel(), width, dtype=like.dtype, device=like.device)
     generator = torch.Generator(like.device)
-    remaining = iter(seeds.tolist())
-    at = 0
-    for line in segment_ids:
-        _, lengths = torch.unique_consecutive(line[line > 0], return_counts=True)
-        start = at
-        for length in lengths.tolist():
-            size = alpha / math.sqrt(length * width)
-            generator.manual_seed(next(remaining))
-            noise[start : start + length].uniform_(-size, size, generator=generator)
-            start += length
-        at += len(line)
+    for (first, end), seed in zip(sequence_spans(segment_ids), seeds.tolist(), strict=True):
+        size = alpha / math.sqrt((end - first) * width)
+        generator.manual_seed(seed)
+        noise[first:end].uniform_(-size, size, generator=generator)
     return noise.view(like.shape)
 
 
@@ -132,25 +125,15 @@ class SequenceLogProbs:
         return zeros.index_add(0, self.sequences, torch.ones_like(self.values))
 
 
-@dataclass
-class Model:
+@dataclass(kw_only=True)
+class Model(Decoder):
     """One network of the run."""
 
     name: str
     spec: ModelSpec
-    module: nn.Module
-    """The module itself, inside DeepSpeed's engine where there is one."""
     forward: Any
     """Called with the arguments of the network's forward: the engine, which gathers what ZeRO-3
     has sharded, or the network itself."""
-    config: Any
-    """The Hugging Face config, vocabulary as in memory."""
-    vocab_size: int
-    """Rows of the vocabulary that count; the config's own may be padded."""
-    attention: AttentionMethod
-    """The method by which it gets a micro batch."""
-    dtype: torch.dtype
-    device: torch.device
     routing: Routing
     adapter: Adapter | None = None
     """The adapter that is trained, if its base is frozen."""
@@ -161,9 +144,6 @@ class Model:
     gradient_scale: float = 1.0
     """The known factor of the loss: gradients that are computed in the forward pass are kept at
     that scale."""
-    for_generation: Weights = nullcontext
-    """Inside, an engine holds this network whole, where that has room (``weights_for_generation``).
-    """
     liger_kernel: bool = False
     """Liger-Kernel's modules take the place of its own in an engine (``llmx.models.liger``)."""
     sampler: Sampler | None = None

@@ -93,11 +93,11 @@ def read_config(model: ModelConfig) -> tuple[Any, list[str]]:
     try:
         config = network.read(merged)
     except Exception as error:  # a config class raises anything
-        words = " ".join(f"model.config.{key}={shown(value)}" for key, value in typed.items())
+        overrides = " ".join(f"model.config.{key}={shown(value)}" for key, value in typed.items())
         reason = str(error).rpartition("Error: ")[2].rstrip(".")
         refused = (
-            f"{words}: {network.kind.__name__} refuses the config with this: {reason}. Type what "
-            "goes with it, or leave it out."
+            f"{overrides}: {network.kind.__name__} refuses the config with this: {reason}. Type "
+            "what goes with it, or leave it out."
         )
         return None, [*unknown.values(), refused]
     problems = [*unknown.values(), *network.without_effect(typed, merged, config)]

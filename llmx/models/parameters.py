@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -16,10 +17,36 @@ from llmx.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+T = TypeVar("T")
+
+GATHER_BYTES = 256 * 2**20
+"""Parameters gathered together under ZeRO-3: few collectives, bounded memory."""
+
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Also of one that ZeRO-3 has sharded."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def whole_bytes(parameter: torch.Tensor) -> int:
+    """Bytes of a parameter, also of one that ZeRO-3 has sharded."""
+    return math.prod(whole_shape(parameter)) * parameter.element_size()
+
+
+def in_parts(
+    items: Iterable[T], num_bytes: Callable[[T], int], *, limit: int = GATHER_BYTES
+) -> Iterator[list[T]]:
+    """The items, in lists of ``limit`` bytes or a little more: what is gathered together."""
+    part: list[T] = []
+    size = 0
+    for item in items:
+        part.append(item)
+        size += num_bytes(item)
+        if size >= limit:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
 
 
 def vocabulary_parameters(model: nn.Module) -> set[int]:
@@ -80,10 +107,10 @@ def matching_parameters(key: str, pattern: str, names: list[str], noun: str) -> 
     """
     if matches := [name for name in names if fnmatchcase(name, pattern)]:
         return matches
-    near = did_you_mean(pattern.strip("*.")[:100], names)
+    hint = did_you_mean(pattern.strip("*.")[:100], names)
     examples = [*names[:3], "...", *names[-2:]] if len(names) > 6 else names
     raise ConfigError(
-        f"{key}: {pattern} matches none of the {len(names)} {noun}: {', '.join(examples)}.{near} A "
+        f"{key}: {pattern} matches none of the {len(names)} {noun}: {', '.join(examples)}.{hint} A "
         "star stands for any characters, as in '*.embed_tokens.*'."
     )
 

@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from llmx.models.attention import sequence_spans
 from llmx.models.loss import to_device, without_rows
 from llmx.models.tiny import tiny_config
 
@@ -27,12 +29,9 @@ MEAN, CLS, LAST = POOLINGS = ("mean", "cls", "last")
 
 POOLING_FILE = "1_Pooling/config.json"
 """The file in which sentence-transformers records the pooling of a model."""
-_PUBLISHED = {
-    "pooling_mode_mean_tokens": MEAN,
-    "pooling_mode_cls_token": CLS,
-    "pooling_mode_lasttoken": LAST,
-}
 _NAMES = {"mean": MEAN, "cls": CLS, "lasttoken": LAST}
+_FLAGS = {MEAN: "mean_tokens", CLS: "cls_token", LAST: "lasttoken"}
+"""Names of a pooling there: as a value, and behind ``pooling_mode_`` in files of older versions."""
 
 
 def sequence_numbers(segment_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -57,25 +56,19 @@ def pooled(hidden: torch.Tensor, segment_ids: torch.Tensor, pooling: str) -> tor
             padding.
         pooling: of ``POOLINGS``.
     """
-    lines, length = segment_ids.shape
-    flat = hidden.reshape(lines * length, -1)
-    real = segment_ids.reshape(-1) > 0
-    if not bool(real.any()):
+    flat = hidden.reshape(segment_ids.numel(), -1)
+    spans = np.array(sequence_spans(segment_ids), np.int64).reshape(-1, 2)
+    if not len(spans):
         return without_rows(flat.float())
-    # Each sequence is a stretch of the tokens that are no padding.
-    of_line = segment_ids.to(torch.long) + torch.arange(lines)[:, None] * (length + 1)
-    _, counts = torch.unique_consecutive(of_line.reshape(-1)[real], return_counts=True)
-    places = torch.nonzero(real).squeeze(1)
-    stops = torch.cumsum(counts, 0)
-    if pooling == MEAN:
-        tokens = flat[to_device(places, flat.device)].float()
-        counts = to_device(counts, flat.device)
-        # Not index_add, whose order of additions differs from run to run on CUDA.
-        sums = torch.segment_reduce(tokens, "sum", lengths=counts, unsafe=True)
-        means: torch.Tensor = sums / counts.float()[:, None]
-        return means
-    chosen = places[stops - counts] if pooling == CLS else places[stops - 1]
-    return flat[to_device(chosen, flat.device)].float()
+    starts, ends = to_device(torch.from_numpy(spans), flat.device).unbind(1)
+    if pooling != MEAN:
+        return flat[starts if pooling == CLS else ends - 1].float()
+    real = torch.from_numpy(np.flatnonzero(segment_ids.reshape(-1).numpy()))
+    tokens, counts = flat[to_device(real, flat.device)].float(), ends - starts
+    # Not index_add, whose order of additions differs from run to run on CUDA.
+    sums = torch.segment_reduce(tokens, "sum", lengths=counts, unsafe=True)
+    means: torch.Tensor = sums / counts.float()[:, None]
+    return means
 
 
 def published_pooling(path: str | None, *, revision: str | None = None) -> str | None:
@@ -85,10 +78,15 @@ def published_pooling(path: str | None, *, revision: str | None = None) -> str |
     Raises:
         ValueError: it pools in a way that is none of ``POOLINGS``; the text says which.
     """
-    file = _published_file(path, revision)
-    if file is None:
+    from transformers.utils.hub import cached_file
+
+    try:
+        file = cached_file(Path(path).expanduser(), POOLING_FILE, revision=revision) if path else ""
+    except OSError:  # not there, or no network
+        file = ""
+    if not file:
         return None
-    values = json.loads(file.read_text(encoding="utf-8"))
+    values = json.loads(Path(file).read_text(encoding="utf-8"))
     modes = values.get("pooling_mode")
     modes = [modes] if isinstance(modes, str) else modes
     if modes is None:
@@ -102,27 +100,11 @@ def published_pooling(path: str | None, *, revision: str | None = None) -> str |
     raise ValueError(" and ".join(map(str, modes)) or "nothing")
 
 
-def _published_file(path: str | None, revision: str | None) -> Path | None:
-    if not path:
-        return None
-    local = Path(path).expanduser()
-    if local.is_dir():
-        file = local / POOLING_FILE
-        return file if file.is_file() else None
-    from transformers.utils.hub import cached_file
-
-    try:
-        cached = cached_file(path, POOLING_FILE, revision=revision)
-    except OSError:  # not there, or no network
-        return None
-    return Path(cached) if cached else None
-
-
 def pooling_config(pooling: str, *, width: int) -> dict[str, Any]:
     """The content of ``POOLING_FILE``, for every version of sentence-transformers."""
     return {
         "word_embedding_dimension": width,
-        **{key: name == pooling for key, name in _PUBLISHED.items()},
+        **{f"pooling_mode_{flag}": name == pooling for name, flag in _FLAGS.items()},
         "include_prompt": True,
     }
 
@@ -168,11 +150,6 @@ def pooler_names(network: Any) -> set[str]:
     }
 
 
-def is_of_another_head(network: Any, name: str) -> bool:
-    """Whether a weight of a checkpoint belongs to a head (of a language model, say)."""
-    return not name.startswith(f"{network.base_model_prefix}.") or ".pooler." in name
-
-
 def pooled_tokens(
     segment_ids: torch.Tensor, input_ids: torch.Tensor | None = None, pad_id: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,37 +158,29 @@ def pooled_tokens(
     As in transformers: the last that is not ``pad_id``, the ``pad_token_id`` of the config; the
     last one where the config has none.
     """
-    by_line = segment_ids.max(dim=1).values.to(torch.long)
-    before = torch.cumsum(by_line, 0) - by_line
-    numbers = (before[:, None] + segment_ids - 1).reshape(-1)
-    places, count = torch.arange(len(numbers)), int(by_line.sum())
-    real = counted = segment_ids.reshape(-1) > 0
-    if input_ids is not None and pad_id is not None:
-        counted = real & (input_ids.reshape(-1) != pad_id)
-    ends = torch.full((count,), len(numbers)), torch.full((count,), -1)
-    first = ends[0].scatter_reduce(0, numbers[real], places[real], "amin")
-    last = ends[1].scatter_reduce(0, numbers[counted], places[counted], "amax")
-    last = torch.where(last < 0, first, last)  # nothing but padding tokens
-    return last // segment_ids.shape[1], last % segment_ids.shape[1]
+    ends = []
+    for first, end in sequence_spans(segment_ids):
+        if input_ids is not None and pad_id is not None:
+            tokens = np.flatnonzero(input_ids.reshape(-1)[first:end].numpy() != pad_id)
+            end = first + int(tokens[-1]) + 1 if len(tokens) else first + 1
+        ends.append(end - 1)
+    places = torch.tensor(ends, dtype=torch.long)
+    return places // segment_ids.shape[1], places % segment_ids.shape[1]
 
 
 def pools_itself(config: Any, *, trust_remote_code: bool = False) -> str | None:
     """The class of the classification network, where it pools a sequence in its own way; None
     where its head is a ``score``, or where transformers has no such network."""
-    network = _empty(config, trust_remote_code=trust_remote_code)
-    return None if network is None or has_score(network) else type(network).__name__
-
-
-def _empty(config: Any, *, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     try:
         with torch.device("meta"):
-            return AutoModelForSequenceClassification.from_config(
+            network = AutoModelForSequenceClassification.from_config(
                 tiny_config(config), trust_remote_code=trust_remote_code
             )
     except Exception:  # building the real one says what is wrong
         return None
+    return None if has_score(network) else type(network).__name__
 
 
 def take_config(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,25 +240,17 @@ def materialise(network: nn.Module, quantized: Collection[str], *, device: torch
                 module.register_parameter(parameter_name, nn.Parameter(memory))
 
 
-class QuantizeOnArrival:
-    """Takes the weights of ``materialise``'s quantized layers as they are read."""
+def quantize_on_arrival(
+    network: nn.Module, quantization: Quantization, *, device: torch.device, dtype: torch.dtype
+) -> Callable[[str, torch.Tensor], None]:
+    """A function that takes the weights of ``materialise``'s quantized layers as they are read:
+    it puts a quantized layer in the place of the one that a name is the weight of."""
 
-    def __init__(
-        self,
-        network: nn.Module,
-        quantization: Quantization,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self._network, self._quantization = network, quantization
-        self._device, self._dtype = device, dtype
-
-    def __call__(self, name: str, value: torch.Tensor) -> None:
-        """Put a quantized layer in the place of the one that ``name`` is the weight of."""
+    def put(name: str, value: torch.Tensor) -> None:
         layer = name.removesuffix(".weight")
-        weight = value.to(self._device, self._dtype)
-        old = self._network.get_submodule(layer)
-        quantized = QuantizedLinear(weight, old.bias, self._quantization)  # type: ignore[arg-type]
+        bias: Any = network.get_submodule(layer).bias
         parent, _, attribute = layer.rpartition(".")
-        setattr(self._network.get_submodule(parent), attribute, quantized)
+        quantized = QuantizedLinear(value.to(device, dtype), bias, quantization)
+        setattr(network.get_submodule(parent), attribute, quantized)
+
+    return put

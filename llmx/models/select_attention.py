@@ -52,21 +52,18 @@ def select_attention(
     """The method of this rank, for a network with this ``head``. Collective; ConfigError, on all
     ranks, where there is none."""
     register()  # also where nothing is tried: the model is then built with what the others found
-    trial = None
+    trial, problem = None, None
     # One rank a host tries: the others have the same packages and devices.
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         try:
             trial = try_on_this_host(model, data, plan, config, device=device, head=head)
-        except ConfigError as error:  # sent to the others, which wait for a result
-            trial = TrialResult(config_error=str(error))
-    by_host = {
-        plan.ranks[rank].host: result
-        for rank, result in enumerate(all_gather(trial))
-        if result is not None
-    }
-    for host, result in by_host.items():
-        if result.config_error:
-            raise ConfigError(f"Host {plan.hosts[host].name}: {result.config_error}")
+        except ConfigError as error:
+            problem = str(error)
+    by_rank = all_gather((trial, problem))
+    for rank, (_, refusal) in enumerate(by_rank):
+        if refusal:
+            raise ConfigError(f"Host {plan.hosts[plan.ranks[rank].host].name}: {refusal}")
+    by_host = {plan.ranks[rank].host: result for rank, (result, _) in enumerate(by_rank) if result}
     layout = common_layout(model, data, list(by_host.values()), head=head)
     host_result = by_host[plan.ranks[torch.distributed.get_rank()].host]
     if torch.distributed.get_rank() == 0:

@@ -68,8 +68,8 @@ WINDOWS = (
     "window_size", "local_attention", "keep_window_size",
 )  # fmt: skip
 """Keys of windows: how many tokens back some layers see."""
-LONG_WINDOW = 512
-"""A window that no test's row reaches."""
+WINDOW, LONG_WINDOW = 4, 512
+"""A window that a test's row crosses, and one that none reaches, tokens."""
 INDEX_LISTS = (
     "full_attn_idxs",
     "moe_layers",
@@ -85,18 +85,12 @@ PERIODS = {
 
 
 def tiny_config(
-    config: Any,
-    *,
-    window: int = 4,
-    seq_len: int = 1 << 30,
-    per_kind: int = 1,
-    real_heads: bool = False,
+    config: Any, *, seq_len: int = 1 << 30, per_kind: int = 1, real_heads: bool = False
 ) -> Any:
     """A copy of ``config`` whose model has about 100,000 parameters.
 
     Args:
         config: a Hugging Face config.
-        window: what a sliding window or a chunk of attention becomes, tokens.
         seq_len: a window that is as long as this plays no part, nor does it here.
         real_heads: keep how wide a head is, for kernels that have limits there.
         per_kind: layers of each kind that are kept (some share weights with the next of theirs).
@@ -106,17 +100,17 @@ def tiny_config(
     does not know: building or running the model then fails, and the caller has no answer.
     """
     tiny = copy.deepcopy(config)
-    _shrink(tiny, window=window, seq_len=seq_len, per_kind=per_kind)
+    _shrink(tiny, seq_len=seq_len, per_kind=per_kind)
     if real_heads:
         _restore_heads(tiny, config)
     return tiny
 
 
-def _shrink(config: Any, *, window: int, seq_len: int, per_kind: int) -> None:
+def _shrink(config: Any, *, seq_len: int, per_kind: int) -> None:
     values = config.__dict__
     for value in values.values():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            _shrink(value, window=window, seq_len=seq_len, per_kind=per_kind)
+            _shrink(value, seq_len=seq_len, per_kind=per_kind)
     ratio = _query_heads_per_key_head(values)
     if values.get("head_dim") is not None and values["head_dim"] == values.get("qk_rope_head_dim"):
         values["head_dim"] = WIDTHS["qk_rope_head_dim"]
@@ -130,8 +124,8 @@ def _shrink(config: Any, *, window: int, seq_len: int, per_kind: int) -> None:
         if _is_int(values.get(key)):
             values[key] = max(1, heads // ratio)
     for key in WINDOWS:
-        if _is_int(values.get(key)) and values[key] > window:
-            values[key] = window if values[key] < seq_len else LONG_WINDOW
+        if _is_int(values.get(key)) and values[key] > WINDOW:
+            values[key] = WINDOW if values[key] < seq_len else LONG_WINDOW
     _tie_widths(values)
     _special_tokens_inside(values)
     _fewer_layers(values, per_kind=per_kind)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import safetensors
@@ -21,11 +20,11 @@ from torch import nn
 from llmx.models.adapter import inject_described
 from llmx.models.attention import AttentionMethod
 from llmx.models.experts import accept_masks
-from llmx.models.generate import BareDecoder
+from llmx.models.generate import Decoder
 from llmx.models.isolation import turn_dropout_off
 from llmx.models.model import Model, auto_class, head_of
 from llmx.models.network_config import config_from, plain_values
-from llmx.models.parameters import whole
+from llmx.models.parameters import in_parts, whole, whole_bytes
 
 GATHER_BYTES = 1 << 30
 """Weights that ZeRO-3 gathers at the same time."""
@@ -64,7 +63,7 @@ def gather(model: Model, *, trained: bool, keep: bool) -> dict[str, torch.Tensor
         for name, parameter in model.module.named_parameters()
         if parameter.requires_grad is trained
     ]
-    for part in _parts(parameters):
+    for part in in_parts(parameters, lambda pair: whole_bytes(pair[1]), limit=GATHER_BYTES):
         with torch.no_grad(), whole([parameter for _, parameter in part]):
             if keep:
                 tensors.update((name, _copy(parameter)) for name, parameter in part)
@@ -73,21 +72,6 @@ def gather(model: Model, *, trained: bool, keep: bool) -> dict[str, torch.Tensor
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def _parts(
-    parameters: list[tuple[str, nn.Parameter]],
-) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    part: list[tuple[str, nn.Parameter]] = []
-    num_bytes = 0
-    for name, parameter in parameters:
-        part.append((name, parameter))
-        num_bytes += getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
-        if num_bytes >= GATHER_BYTES:
-            yield part
-            part, num_bytes = [], 0
-    if part:
-        yield part
 
 
 def pack(tensors: dict[str, torch.Tensor], description: dict[str, Any] | None = None) -> bytes:
@@ -104,7 +88,7 @@ def unpack(body: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return safetensors.torch.load(body), json.loads(metadata.get("description", "{}"))
 
 
-def build(description: dict[str, Any], device: torch.device) -> BareDecoder:
+def build(description: dict[str, Any], device: torch.device) -> Decoder:
     """The network of a description, its weights undefined."""
     from transformers.initialization import no_init_weights
 
@@ -123,7 +107,7 @@ def build(description: dict[str, Any], device: torch.device) -> BareDecoder:
         inject_described(network, description["adapter"])
         network.to(device)
     turn_dropout_off(network)
-    return BareDecoder(
+    return Decoder(
         module=network.eval().requires_grad_(False),
         config=config,
         vocab_size=description["vocab_size"],

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterable
-from functools import partial
 from typing import Any
 
-from llmx.checkpoint.export.model import export_adapter, export_model
+from llmx.checkpoint.export.model import export_model
 from llmx.checkpoint.state.engine_state import weights_hash
 from llmx.collectives import all_gather
 from llmx.config import Experiment, TaskConfig
@@ -70,15 +69,14 @@ def write_model(session: Session) -> None:
     engine = session.engine
     engine.release_gathered()
     users_card = user_card(session.run_dir.final_model)
-    adapter = engine.main.adapter
-    export = partial(export_adapter, adapter=adapter) if adapter is not None else export_model
-    export(
+    export_model(
         engine.main.module,
         config=engine.config,
         tokenizer=session.task.tokenizer,
         vocab_size=engine.vocab_size,
         directory=session.run_dir.final_model,
         dtype=engine.dtype,
+        adapter=engine.main.adapter,
         files=session.task.export_files(engine.main),
     )
     if session.rank == 0:

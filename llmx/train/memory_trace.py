@@ -55,7 +55,7 @@ from llmx.models.model import (
     base_of,
 )
 from llmx.models.network_config import network_config
-from llmx.models.quantized import BLOCK, Quantization, QuantizeOnArrival, quantized_layers
+from llmx.models.quantized import BLOCK, Quantization, quantize_on_arrival, quantized_layers
 from llmx.models.spec import are_bases
 from llmx.models.varlen import IMPLEMENTATIONS, register
 from llmx.plan.memory import fused_loss
@@ -680,7 +680,7 @@ def _network(
         adapter=exp.adapter if quantization is not None else None,
     )
     if quantization is not None:
-        arrive = QuantizeOnArrival(network, quantization, device=torch.device("cpu"), dtype=dtype)
+        arrive = quantize_on_arrival(network, quantization, device=torch.device("cpu"), dtype=dtype)
         for name, weight in list(network.named_parameters()):
             if weight.is_meta:
                 arrive(name, torch.empty(weight.shape, dtype=dtype))

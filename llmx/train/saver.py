@@ -22,7 +22,6 @@ import torch
 
 from llmx.checkpoint.export.model import (
     vocabulary_names,
-    write_adapter_config,
     write_description,
 )
 from llmx.checkpoint.manifest import FORMAT, MODEL
@@ -104,9 +103,8 @@ def small_files(session: Session) -> dict[str, bytes]:
             vocab_size=engine.vocab_size,
             dtype=engine.dtype,
             files=task.export_files(engine.main),
+            adapter=engine.main.adapter,
         )
-        if engine.main.adapter is not None:
-            write_adapter_config(directory, engine.main.adapter)
         for path in sorted(directory.rglob("*")):
             if path.is_file():
                 contents[f"{MODEL}/{path.relative_to(directory).as_posix()}"] = path.read_bytes()

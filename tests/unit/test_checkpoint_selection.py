@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -247,9 +248,11 @@ def test_pins_are_replaced_as_a_whole(tmp_path: Path) -> None:
         ({"last": 1, "every": 30, "best": 1}, [10, 40]),
     ],
 )
-def test_what_is_kept(keep: dict[str, int], gone: list[int]) -> None:
+def test_what_is_kept(keep: dict[str, Any], gone: list[int]) -> None:
     metrics = {10: 3.0, 20: 1.0, 30: float("nan"), 40: 1.5, 50: None}
-    assert to_prune([50, 30, 10, 20, 40], metrics=metrics, **keep) == gone
+    rules = dict(keep)
+    config = CheckpointConfig(mode=rules.pop("mode", "min"), keep=KeepConfig(**rules))
+    assert to_prune([50, 30, 10, 20, 40], config, metrics=metrics) == gone
 
 
 def gone(
@@ -298,7 +301,8 @@ def test_of_equals_the_older_is_best() -> None:
     assert best_steps([3, 2, 1], {1: 1.0, 2: 1.0, 3: 2.0}) == [1, 2, 3]
     assert best_steps([3, 2, 1], {1: 1.0, 2: 1.0, 3: 2.0}, mode="max") == [3, 1, 2]
     metrics: dict[int, float | None] = {100: 1.0, 150: 1.0, 200: 1.5}
-    assert to_prune([100, 150, 200, 250], last=1, best=1, metrics=metrics) == [150, 200]
+    config = CheckpointConfig(mode="min", keep=KeepConfig(last=1, best=1))
+    assert to_prune([100, 150, 200, 250], config, metrics=metrics) == [150, 200]
     assert best_steps([1, 2], {}) == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +47,7 @@ def test_the_safetensors_library_reads_what_was_written(tmp_path: Path, tensors,
     assert entry == digest_bytes(path.read_bytes())
     loaded = safetensors.torch.load_file(path)
     assert loaded.keys() == values.keys()
-    with TensorFile(path) as file:
+    with closing(TensorFile(path)) as file:
         assert {s.key: s.dtype for s in file.specs} == {key: d for key, (d, _) in values.items()}
         for key, (_, tensor) in values.items():
             assert torch.equal(loaded[key], tensor)
@@ -61,7 +62,7 @@ def test_the_safetensors_library_reads_what_was_written(tmp_path: Path, tensors,
 def test_our_reader_reads_what_the_library_wrote(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.tensor(4.0)}
     safetensors.torch.save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
-    with TensorFile(tmp_path / "x.safetensors") as file:
+    with closing(TensorFile(tmp_path / "x.safetensors")) as file:
         assert {spec.key: spec.num_elements for spec in file.specs} == {"a": 15, "b": 7, "c": 1}
         row, halves = np.empty(5, np.float32), bytearray(14)
         file.read_into("a", 5, 10, row)
@@ -123,7 +124,7 @@ def test_a_header_that_does_not_fit_the_file_is_refused(tmp_path: Path, data) ->
 def test_a_file_cut_after_it_was_opened_is_an_error_not_a_signal(tmp_path: Path) -> None:
     path = tmp_path / "x"
     write_tensors(path, [Fragment("a", "U8", 9000, bytes(9000))])
-    with TensorFile(path) as file:
+    with closing(TensorFile(path)) as file:
         path.write_bytes(path.read_bytes()[:5000])
         with pytest.raises(CheckpointError, match="truncated"):
             file.read_into("a", 0, 9000, bytearray(9000))

@@ -126,6 +126,9 @@ def test_gguf(tmp_path: Path, case: str) -> None:
     assert held["blk.0.attn_q.weight"] == wanted
     assert ("output.weight" in held) is not case.startswith("qwen2")
     assert ("rope_freqs.weight" in held) is case.startswith("llama")
+    for tensor in reader.tensors:
+        if tensor.name == "rope_freqs.weight":
+            assert (tensor.data.min(), tensor.data.max()) == pytest.approx((1, LLAMA3["factor"]))
 
 
 @pytest.mark.parametrize("kind", ["llama-fp16", "classifier-fp32"])

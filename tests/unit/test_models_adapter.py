@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from llmx.checkpoint.export.merged import write_merged
-from llmx.checkpoint.export.model import export_adapter
+from llmx.checkpoint.export.model import export_model
 from llmx.checkpoint.tensors import SHARD_BYTES
 from llmx.config import AdapterConfig, Experiment, ModelConfig, experiment_from_dict
 from llmx.errors import ConfigError
-from llmx.models.adapter import Adapter, add_adapter, freeze, load_adapted, without_adapter
+from llmx.models.adapter import Adapter, add_adapter, base_alone, freeze, load_adapted
 from llmx.models.adapter_names import CONFIG_FILE, WEIGHTS_FILE
 from llmx.models.model import ModelSpec, base_of
 from llmx.models.spec import are_bases
@@ -70,10 +70,10 @@ def written(
     vocab_size: int = 90,
 ) -> Path:
     """The files of an adapter."""
-    export_adapter(
+    export_model(
         network,
-        adapter,
         network.config,
+        adapter=adapter,
         tokenizer=tokenizer or word_tokenizer(),
         vocab_size=vocab_size,
         directory=directory,
@@ -171,7 +171,7 @@ def test_peft_reads_it_and_the_merged_model_is_equal(
     wanted = logits(network)
     assert not torch.allclose(wanted, plain, atol=1e-2)
     if not KINDS[name].get("modules_to_save"):
-        with without_adapter(network):
+        with base_alone(network):
             torch.testing.assert_close(logits(network), plain, rtol=0, atol=0)
         torch.testing.assert_close(logits(network), wanted, rtol=0, atol=0)
 

@@ -29,8 +29,8 @@ from llmx.models.generate import (
     LENGTH,
     POSITIONS,
     STOP,
-    BareDecoder,
     Completion,
+    Decoder,
     decoder_of,
     generate,
     shares,
@@ -48,14 +48,14 @@ NEW_TOKENS = 12
 EOS = 2
 
 
-def packed(model: Any, attention: str = "sdpa", vocab_size: int | None = None) -> BareDecoder:
+def packed(model: Any, attention: str = "sdpa", vocab_size: int | None = None) -> Decoder:
     """A model that takes the mask of left padding, as an engine knows it."""
     found = replace(decoder_of(model), attention=AttentionMethod(attention))
     return found if vocab_size is None else replace(found, vocab_size=vocab_size)
 
 
 def greedy(
-    model: BareDecoder, prompts: Any, stops: Any = (), *, new: int = NEW_TOKENS, **more: Any
+    model: Decoder, prompts: Any, stops: Any = (), *, new: int = NEW_TOKENS, **more: Any
 ) -> list[list[int]]:
     """What is decoded of the greedy completions."""
     sampling = Sampling(max_new_tokens=new, stop_ids=frozenset(stops))

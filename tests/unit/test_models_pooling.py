@@ -125,7 +125,7 @@ def test_a_backbone_takes_the_weights_of_a_model_with_a_head(
     source = ModelConfig(kind="hf", init="pretrained", path=str(tmp_path))
     names = pooler_names(network)
     assert len(names) == (2 if kind == "bert" else 0)
-    assert load_weights(network, source, seed=1, may_draw=names, backbone=True) == names
+    assert load_weights(network, source, seed=1, head=BACKBONE) == names
     wanted = dict(published.base_model.named_parameters())
     for name, parameter in network.named_parameters():
         if name not in names:
@@ -133,4 +133,4 @@ def test_a_backbone_takes_the_weights_of_a_model_with_a_head(
     # A layer that the network lacks is no head.
     shallow = AutoModel.from_config(config_of(kind, num_hidden_layers=1))
     with pytest.raises(ConfigError, match="weights that .* does not"):
-        load_weights(shallow, source, seed=1, may_draw=names, backbone=True)
+        load_weights(shallow, source, seed=1, head=BACKBONE)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from llmx.config import AdapterConfig, Experiment
 from llmx.errors import ConfigError
-from llmx.models.adapter import Adapter, load_adapted, without_adapter
+from llmx.models.adapter import Adapter, base_alone, load_adapted
 from llmx.models.adapter_names import QUANTIZATION_FILE
 from llmx.models.factory import num_parameters
 from llmx.models.network_config import network_config
@@ -96,7 +96,7 @@ def test_it_computes_what_its_rounded_base_does(adapter: dict[str, Any], base: P
     assert packed == pytest.approx(packed_bytes(weights, double=exp.adapter.double_quant), rel=0.01)
     train_a_little(network)
     if not saved:
-        with without_adapter(network):
+        with base_alone(network):
             torch.testing.assert_close(logits(network), logits(plain), rtol=1e-4, atol=1e-4)
     assert set(made.trained) == {n for n, p in network.named_parameters() if p.requires_grad}
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llmx.cli.plan import run
 from llmx.cli.words import parse
 from llmx.models.attention import AttentionMethod
-from llmx.models.generate import BareDecoder, generate
+from llmx.models.generate import Decoder, generate
 from llmx.models.sampling import Sampling
 from llmx.plan import Plan, make_plan
 from llmx.plan.geometry import Geometry, geometry
@@ -202,7 +202,7 @@ def test_what_is_predicted_is_what_drawing_allocates(
     network = LlamaForCausalLM(LlamaConfig(**config)).eval()
     network.set_attn_implementation("sdpa")
     attention = AttentionMethod("sdpa", "mask", "packed")
-    decoder = BareDecoder(network, network.config, 100, attention, network.dtype, network.device)
+    decoder = Decoder(network, network.config, 100, attention, network.dtype, network.device)
     texts = [tuple((7 * n + k) % 100 for k in range(96)) for n in range(prompts)]
     rows = [text for text in texts for _ in range(group)]
     drawn = DrawnSamples(group, new, rows=32)

@@ -204,11 +204,11 @@ class Others:
     """All-gathers of the ranks: ``sent`` is what each of them says; this one's is put in."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sent: list[Any]) -> None:
-        self.sent, self._patch = sent, monkeypatch
+        self.sent, self._patch = [(trial, None) for trial in sent], monkeypatch
 
     def rank(self, rank: int, *, local: int) -> None:
         def gather(everyone: list[Any], mine: Any, *, group: Any = None) -> None:
-            self.sent[rank] = mine or self.sent[rank]
+            self.sent[rank] = mine if any(mine) else self.sent[rank]
             everyone[:] = self.sent
 
         self._patch.setenv("LOCAL_RANK", str(local))
@@ -226,7 +226,7 @@ def test_every_rank_of_a_host_knows_the_kernels_by_name(monkeypatch: pytest.Monk
     others.rank(1, local=1)
     exp, config = experiment(), tiny_config(full_config("llama"))
     method = select_attention(exp.model, exp.data, plan_of(0, 0), config, device=CPU)
-    assert others.sent[1] is None
+    assert others.sent[1] == (None, None)
     assert method == found.packed
     AutoModelForCausalLM.from_config(config, attn_implementation=method.implementation)
 

@@ -104,24 +104,19 @@ def quiet() -> Iterator[None]:
     """Inside, libraries print no warnings, progress bars and notes of missing packages."""
     from transformers.utils import logging as transformers_logging
 
-    bars, level = (
-        transformers_logging.is_progress_bar_enabled(),
-        transformers_logging.get_verbosity(),
-    )
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "gguf")]
-    levels = {logger: logger.level for logger in loggers}
-    for logger in levels:
+    bars = transformers_logging.is_progress_bar_enabled()
+    loggers = [logging.getLogger(name) for name in ("transformers", "torch.onnx", "gguf")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        transformers_logging.set_verbosity(level)
         if bars:
             transformers_logging.enable_progress_bar()
-        for logger, before in levels.items():
-            logger.setLevel(before)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         gc.collect()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,7 +55,7 @@ def write_gguf(source: Path, target: Path, *, name: str, precision: str) -> list
         raise ConfigError(f"--to gguf: {source} has no *.safetensors, whose weights it takes.")
     path = target / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name) or 'model'}-{precision}.gguf"
     model = load_model(source)
-    batches = [{"input_ids": batch["input_ids"]} for batch in questions(model, ("input_ids",))]
+    batches = questions(model, ("input_ids",))
     with torch.no_grad(), quiet():
         references = [model(**batch, use_cache=False).logits for batch in batches]
         frequencies = model.model.rotary_emb.inv_freq.clone()
@@ -65,14 +64,12 @@ def write_gguf(source: Path, target: Path, *, name: str, precision: str) -> list
     with quiet():
         _write_config(writer, config, name=name, precision=precision)
         remarks = _write_tokenizer(writer, source, rows=config.vocab_size)
-        if (factors := _rope_factors(config)) is not None:
+        has_factors = _rope(config).get("rope_type") == "llama3"
+        if has_factors:  # of Llama 3.1 and later; llama.cpp divides the plain frequencies by them
             size = _head_dim(config)
             plain = float(_rope(config)["rope_theta"]) ** -(np.arange(0, size, 2) / size)
-            if not np.allclose(plain / factors, frequencies.double().numpy(), rtol=1e-4):
-                raise ConfigError(
-                    "--to gguf: the rope factors are not those of transformers (llama3)."
-                )
-            writer.add_tensor("rope_freqs.weight", factors)
+            factors = plain / frequencies.double().numpy()
+            writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
         for tensor, values in _tensors(source, config, kind):
             _write_tensor(writer, tensor, values, precision)
         writer.write_header_to_file()
@@ -81,7 +78,7 @@ def write_gguf(source: Path, target: Path, *, name: str, precision: str) -> list
         writer.close()
     # What transformers reads of no GGUF: rope factors, biases of Llama, qwen3's head size.
     biased = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
-    options = {"config": config} if kind == "qwen3" or factors is not None or biased else {}
+    options = {"config": config} if kind == "qwen3" or has_factors or biased else {}
     back = _load_back(path, options)
 
     def answer(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -159,25 +156,6 @@ def _write_config(writer: Any, config: Any, *, name: str, precision: str) -> Non
     writer.add_key_length(_head_dim(config))
     writer.add_value_length(_head_dim(config))
     writer.add_vocab_size(config.vocab_size)
-
-
-def _rope_factors(config: Any) -> np.ndarray | None:
-    """The divisors of the frequencies in llama.cpp (Llama 3.1 and later); None elsewhere."""
-    rope = _rope(config)
-    if rope.get("rope_type", "default") != "llama3":
-        return None
-    size = _head_dim(config)
-    factor, low, high = (
-        float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor")
-    )
-    original = rope["original_max_position_embeddings"]
-    factors = []
-    for index in range(0, size, 2):
-        wavelength = 2 * math.pi * float(rope["rope_theta"]) ** (index / size)
-        smooth = (original / wavelength - low) / (high - low)
-        smooth = min(max(smooth, 0.0), 1.0)
-        factors.append(1 / ((1 - smooth) / factor + smooth))
-    return np.array(factors, dtype=np.float32)
 
 
 def _tensors(source: Path, config: Any, kind: str) -> Iterator[tuple[str, torch.Tensor]]:

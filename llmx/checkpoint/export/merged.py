@@ -31,7 +31,7 @@ from llmx.models.adapter_names import (
     WEIGHTS_FILE,
     read_quantization,
 )
-from llmx.models.conversion import Group, plan_load
+from llmx.models.conversion import plan_load
 from llmx.models.load import Checkpoint, checkpoint_files
 from llmx.models.model import empty_network
 from llmx.models.network_config import network_config
@@ -161,7 +161,11 @@ def _merged_tensors(
         )
     written: set[int] = set()
     for group in plan.groups:
-        changed = _changed(group, layers, trained, targets)
+        changed = [
+            name
+            for name in group.targets
+            if id(targets[name]) in trained or name.removesuffix(".weight") in layers
+        ]
         written.update(id(targets[name]) for name in group.targets)
         if group.transform is not None:
             if changed:
@@ -175,17 +179,14 @@ def _merged_tensors(
         (name,), (_, on_disk) = group.targets, group.sources[0]
         value = base.tensor(on_disk)
         layer = name.removesuffix(".weight")
-        quantization = files.quantization
-        if (
-            quantization is not None
-            and name.endswith(".weight")
-            and is_quantized(layer, network.get_submodule(layer), quantization)
-        ):  # as training has multiplied with it
+        quantization = files.quantization if layer != name else None
+        if quantization and is_quantized(layer, network.get_submodule(layer), quantization):
+            # As training has multiplied with it.
             value = value.to(trained_dtype(quantization))
             value = rounded(value, Quantization.read(quantization))
         if id(targets[name]) in trained:
             value = files.tensors.tensor(trained[id(targets[name])])
-        elif name.endswith(".weight") and layer in layers:
+        elif layer != name and layer in layers:
             transposed = type(network.get_submodule(layer)).__name__ == "Conv1D"
             value = files.merged(layer, value, transposed=transposed)
         yield on_disk, value
@@ -193,14 +194,3 @@ def _merged_tensors(
         if id(parameters[name]) not in written:  # a new head
             written.add(id(parameters[name]))
             yield name, files.tensors.tensor(exported)
-
-
-def _changed(
-    group: Group, layers: set[str], trained: dict[int, str], targets: dict[str, Any]
-) -> list[str]:
-    return [
-        name
-        for name in group.targets
-        if id(targets[name]) in trained
-        or (name.endswith(".weight") and name.removesuffix(".weight") in layers)
-    ]

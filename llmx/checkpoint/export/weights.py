@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,13 @@ from typing import Any
 
 import torch
 
-from llmx.checkpoint.disk import DISK, Disk, write_file
+from llmx.checkpoint.disk import DISK, write_file
 from llmx.checkpoint.fragments import BUFFER, FROZEN, MASTER, FragmentIndex
 from llmx.checkpoint.manifest import CheckpointError
 from llmx.checkpoint.state.engine_state import TORCH_DTYPES, as_buffer, whole_tensor
 from llmx.checkpoint.tensors import ITEM_BYTES, SHARD_BYTES, Fragment, write_tensors
 from llmx.models.adapter_names import WEIGHTS_FILE, exported_name
-from llmx.models.conversion import WholeShapes, conversions_in_words, convert_export, plan_export
+from llmx.models.conversion import WholeShapes, conversions_of, convert_export, plan_export
 from llmx.models.model import empty_network
 
 
@@ -39,9 +40,9 @@ class ShardWriter:
     """
 
     def __init__(
-        self, directory: Path, *, shard_bytes: int = SHARD_BYTES, disk: Disk = DISK
+        self, directory: Path, *, shard_bytes: int = SHARD_BYTES, file: str = "model.safetensors"
     ) -> None:
-        self._directory, self._limit, self._disk = directory, shard_bytes, disk
+        self._directory, self._limit, self._file = directory, shard_bytes, file
         self._open: list[Fragment] = []
         self._open_bytes = self._total_bytes = 0
         self._files: list[tuple[Path, list[str]]] = []
@@ -62,20 +63,20 @@ class ShardWriter:
         count = len(self._files)
         weight_map: dict[str, str] = {}
         for number, (path, names) in enumerate(self._files, start=1):
-            file = "model.safetensors"
+            file = self._file
             if count > 1:
                 file = f"model-{number:05d}-of-{count:05d}.safetensors"
-            self._disk.rename(path, self._directory / file)
+            DISK.rename(path, self._directory / file)
             weight_map.update(dict.fromkeys(names, file))
         if count > 1:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             text = json.dumps(index, indent=2) + "\n"
-            write_file(self._disk, self._directory / "model.safetensors.index.json", text.encode())
+            write_file(DISK, self._directory / "model.safetensors.index.json", text.encode())
 
     def _write(self) -> None:
         path = self._directory / f"part-{len(self._files)}.safetensors"
         tensors = sorted(self._open, key=lambda tensor: tensor.key)
-        write_tensors(path, tensors, metadata={"format": "pt"}, disk=self._disk)
+        write_tensors(path, tensors, metadata={"format": "pt"})
         self._files.append((path, [tensor.key for tensor in self._open]))
         self._open, self._open_bytes = [], 0
 
@@ -201,7 +202,7 @@ def _converted(
 
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     empty = empty_network(config, trust_remote_code=trust_remote_code)
-    transforms = conversions_in_words(empty, conversions)
+    transforms = conversions_of(empty, conversions)
     by_name = {weight.name: weight for weight in weights}
     shapes = {weight.name: weight.shape for weight in weights}
     stand_in = WholeShapes(empty, transforms)
@@ -270,10 +271,9 @@ def write_adapter(
     for name, entry in state["parameters"].items():
         if entry["tied_to"] and name.startswith(prefix):
             names[entry["tied_to"].removeprefix(prefix)].append(name.removeprefix(prefix))
-    tensors = [
-        _fragment(exported_name(name), weight, index, on_bytes)
-        for weight in weights
-        for name in names[weight.name]
-    ]
-    write_tensors(directory / WEIGHTS_FILE, tensors, metadata={"format": "pt"})
+    file = ShardWriter(directory, shard_bytes=sys.maxsize, file=WEIGHTS_FILE)
+    for weight in weights:
+        for name in names[weight.name]:
+            file.add(_fragment(exported_name(name), weight, index, on_bytes))
+    file.finish()
     return sum(weight.num_elements for weight in weights)

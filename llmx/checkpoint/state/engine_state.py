@@ -154,12 +154,6 @@ def hash_parts(
     return combine(names, sums)
 
 
-def before_restore(engine: Any) -> None:
-    """Give back what ZeRO-3 has gathered: a gathered parameter would hide the new values."""
-    if hasattr(engine.optimizer, "checkpoint_event_prologue"):
-        engine.optimizer.checkpoint_event_prologue()
-
-
 @torch.no_grad()
 def refresh_model(engine: Any) -> None:
     """Make the model's parameters those of the master values. Collective."""
@@ -416,16 +410,15 @@ def frozen_fingerprints(engine: Engine) -> dict[str, str]:
     layout = state_layout(engine.engine)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     parts = _frozen(layout, rank=rank, world=world)
+    frozen = [n for n, _ in engine.module.named_parameters() if not engine.is_saved(n)]
     fingerprints = {}
     for name in names:
         prefix = f"{name}." if len(engine.networks) > 1 else ""
-        of_model = [
-            n
-            for n, _ in engine.module.named_parameters()
-            if n.startswith(prefix) and not engine.is_saved(n)
+        of_model = [parameter for parameter in frozen if parameter.startswith(prefix)]
+        own = set(of_model)
+        parts_of_model = [
+            (part.name, part.start, part.values) for part in parts if part.name in own
         ]
-        of_this_model = set(of_model)
-        parts_of_model = [(p.name, p.start, p.values) for p in parts if p.name in of_this_model]
         # Weights in 4 bits are no parameters, and every rank holds them whole.
         packed = {
             f"{prefix}{layer}.packed": quantized.packed.flatten()
@@ -443,13 +436,13 @@ def check_frozen(engine: Engine, state: dict[str, Any]) -> None:
     In another precision its weights are rounded otherwise: nothing is compared then."""
     if state.get("precision") != engine.precision:
         return
-    for name, then in state.get("frozen", {}).items():
-        now = engine.frozen_fingerprints.get(name)
-        if now is not None and now != then:
+    for name, written in state.get("frozen", {}).items():
+        current = engine.frozen_fingerprints.get(name)
+        if current is not None and current != written:
             raise ConfigError(
                 f"The frozen weights of the model {name!r} are others than when the checkpoint was "
-                f"written ({now[:12]} now, {then[:12]} then): its source has changed, or the "
-                "precision that the task gives it. Bring back what the run began with."
+                f"written ({current[:12]} now, {written[:12]} then): its source has changed, or "
+                "the precision that the task gives it. Bring back what the run began with."
             )
 
 
@@ -474,7 +467,8 @@ def restore(engine: Engine, index: FragmentIndex, state: dict[str, Any]) -> None
     check_tables(*_tables(engine), state["parameters"], state.get("buffers", {}))
     check_frozen(engine, state)
     check_kind(state["optimizer"]["kind"], optimizer_kind(layout.owners[0].optimizer))
-    before_restore(inner)
+    if hasattr(inner.optimizer, "checkpoint_event_prologue"):
+        inner.optimizer.checkpoint_event_prologue()  # a gathered parameter would hide new values
     scalars = state["optimizer"]["scalars"]
     saved = sorted(set(index.states()) - {MASTER, FROZEN, BUFFER})
     for owner in layout.owners:
@@ -556,7 +550,9 @@ def _fill(
         return  # an empty buffer lies in no file
     stored = TORCH_DTYPES[index.dtype(state, piece.name)]
     if values.device.type == "cpu" and values.dtype == stored:
-        index.read_range(state, piece.name, piece.start, piece.start + len(values), _bytes(values))
+        index.read_range(
+            state, piece.name, piece.start, piece.start + len(values), as_buffer(values)
+        )
         return
     step = STAGING_BYTES // stored.itemsize
     staging = torch.empty(min(step, len(values)), dtype=stored)
@@ -564,9 +560,5 @@ def _fill(
         part = values[first : first + step]
         begin = piece.start + first
         into = staging[: len(part)]
-        index.read_range(state, piece.name, begin, begin + len(part), _bytes(into))
+        index.read_range(state, piece.name, begin, begin + len(part), as_buffer(into))
         part.copy_(into)
-
-
-def _bytes(values: torch.Tensor) -> memoryview:
-    return values.view(torch.uint8).numpy().data

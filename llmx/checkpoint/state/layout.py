@@ -63,13 +63,6 @@ class SwappedGroup:
         return self.optimizer.optimizer_swapper.swap_params_info[self._flat.ds_id]
 
 
-def swapped_group(optimizer: Any, number: int) -> SwappedGroup | None:
-    """A sub-group of ZeRO-3 that lies in files; None where it is in memory (a small one is)."""
-    if optimizer._swappable_optimizer_subgroup(number):
-        return SwappedGroup(optimizer, number)
-    return None
-
-
 @dataclass(frozen=True)
 class Owner:
     """A tensor that the optimizer updates: one parameter, or many in a flat buffer."""
@@ -107,16 +100,6 @@ def states_of_another_shape(states: dict[str, Any], tensor: torch.Tensor) -> dic
         for key, value in states.items()
         if torch.is_tensor(value) and not is_scalar(key, value) and value.shape != tensor.shape
     }
-
-
-def wrong_states(optimizer: torch.optim.Optimizer, shapes: dict[str, list[int]]) -> ConfigError:
-    """The error for an optimizer whose states cannot be cut and put together again."""
-    listed = ", ".join(f"{key} of shape {shape}" for key, shape in shapes.items())
-    return ConfigError(
-        f"{type(optimizer).__name__} keeps states that are not one value for each element of a "
-        f"parameter ({listed}). ZeRO cuts parameters into flat parts, of which such states cannot "
-        "be kept. Set zero.stage=0, or optim.kind=adamw."
-    )
 
 
 def is_scalar(key: str, value: Any) -> bool:
@@ -311,8 +294,12 @@ def _stage3(optimizer: Any, names: dict[int, str]) -> tuple[list[Owner], list[Pi
     owners, pieces = [], []
     for number, group in enumerate(optimizer.fp16_groups):
         flat = optimizer.fp32_partitioned_groups_flat[number]
-        swap = swapped_group(optimizer, number)
-        owners.append(Owner(flat, _stage3_optimizer(optimizer, number), swap))
+        swapped = optimizer._swappable_optimizer_subgroup(number)  # a small one is in memory
+        # With a partial offload (offload_optimizer.ratio) what stays on the device has its own.
+        stays = optimizer.offload_optimizer and optimizer.subgroup_to_device[number] != "cpu"
+        of_group = optimizer.backup_optimizer if stays else optimizer.optimizer
+        swap = SwappedGroup(optimizer, number) if swapped else None
+        owners.append(Owner(flat, of_group, swap))
         offset = 0
         for parameter in group:
             start, length = _own_range(parameter)
@@ -320,12 +307,6 @@ def _stage3(optimizer: Any, names: dict[int, str]) -> tuple[list[Owner], list[Pi
                 pieces.append(Piece(names[id(parameter)], start, length, owners[-1], offset))
             offset += parameter.partition_numel()
     return owners, pieces
-
-
-def _stage3_optimizer(optimizer: Any, sub_group: int) -> Any:
-    """With a partial offload (``offload_optimizer.ratio``) what stays on the device has its own."""
-    on_device = optimizer.offload_optimizer and optimizer.subgroup_to_device[sub_group] != "cpu"
-    return optimizer.backup_optimizer if on_device else optimizer.optimizer
 
 
 def _own_range(parameter: Any) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmx.checkpoint.state.layout import Owner, is_scalar, states_of_another_shape, wrong_states
+from llmx.checkpoint.state.layout import Owner, is_scalar, states_of_another_shape
 from llmx.errors import ConfigError
 from llmx.models.parameters import persistent_buffers, whole_shape
 
@@ -79,12 +79,9 @@ def check_tables(parameters: Table, buffers: Table, saved: Table, saved_buffers:
 
 
 def _described(entry: dict[str, Any]) -> str:
-    words = ["x".join(map(str, entry["shape"])) or "a number"]
-    if not entry.get("trained", True):
-        words.append("not trained")
-    if entry.get("tied_to"):
-        words.append(f"tied to {entry['tied_to']}")
-    return ", ".join(words)
+    shape = "x".join(map(str, entry["shape"])) or "a number"
+    trained = "" if entry.get("trained", True) else ", not trained"
+    return shape + trained + (f", tied to {entry['tied_to']}" if entry.get("tied_to") else "")
 
 
 def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
@@ -109,7 +106,12 @@ def check_states(optimizer: torch.optim.Optimizer, *, partitioned: bool) -> None
     trial.step()
     for parameter in parameters:
         if shapes := states_of_another_shape(trial.state[parameter], parameter):
-            raise wrong_states(optimizer, shapes)
+            listed = ", ".join(f"{key} of shape {shape}" for key, shape in shapes.items())
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps states that are not one value for each element "
+                f"of a parameter ({listed}). ZeRO cuts parameters into flat parts, of which such "
+                "states cannot be kept. Set zero.stage=0, or optim.kind=adamw."
+            )
 
 
 def check_kind(saved: str, current: str) -> None:
