@@ -13,6 +13,7 @@ import yaml
 
 from llmx.config import BatchConfig, OptimConfig, ZeroConfig, to_dict
 from llmx.run.rundir import RunDir, write_json, write_text
+from llmx.run.sweepdir import Sweep, Trial
 from tests import tracked_run
 
 START_S = tracked_run.START_S
@@ -82,31 +83,21 @@ def write_trial(
     return run
 
 
-def entry(index: int, overrides: list[str], **values: Any) -> dict[str, Any]:
-    """An entry of the journal."""
-    return {
-        "index": index, "overrides": overrides, "state": "waiting", "outcome": "", "cause": "",
-        "fix": "", "run_dir": f"{index}_not_run", "same_as": None, "started": None, "ended": None,
-        **values,
-    }  # fmt: skip
+def entry(index: int, overrides: list[str], run_dir: str = "", **values: Any) -> Trial:
+    """A trial of the journal; it waits, unless ``values`` say otherwise."""
+    return Trial(index, overrides, Path(run_dir or f"{index}_not_run"), **values)
 
 
-def ended(index: int, overrides: list[str], run: RunDir, **values: Any) -> dict[str, Any]:
-    return entry(
-        index, overrides,
-        **{"state": "ended", "outcome": "ok", "run_dir": run.root.name, "started": START_S,
-           "ended": START_S + 30, **values},
-    )  # fmt: skip
+def ended(index: int, overrides: list[str], run: RunDir, **values: Any) -> Trial:
+    times = {"started": START_S, "ended": START_S + 30}
+    return entry(index, overrides, str(run.root), **{"outcome": "ok", **times, **values})
 
 
-def journal(directory: Path, trials: list[dict[str, Any]], words: list[str], **values: Any) -> None:
-    write_json(
-        directory / "sweep.json",
-        {
-            "version": 1, "words": words, "objective": "tokens_per_s",
-            "complete": True, "started": START_S, "trials": trials, **values,
-        },
-    )  # fmt: skip
+def journal(directory: Path, trials: list[Trial], words: list[str], **values: Any) -> None:
+    for trial in trials:
+        trial.run_dir = directory.absolute() / trial.run_dir
+    values = {"objective": "tokens_per_s", "complete": True, "started": START_S, **values}
+    Sweep(directory.absolute(), trials, words=words, **values).write()
 
 
 def grid(directory: Path, *, batches: tuple[int, ...] = (1, 2, 4, 8), **values: Any) -> Path:
@@ -123,7 +114,7 @@ def grid(directory: Path, *, batches: tuple[int, ...] = (1, 2, 4, 8), **values: 
         if micro >= full:
             of = "zero=stage1 batch.micro_batch=8" if stage == 1 else words[0]
             trials.append(
-                entry(index, words, state="ended", outcome="pruned",
+                entry(index, words, outcome="pruned",
                       cause=f"it needs more memory than {of}, which ran out of it")
             )  # fmt: skip
             continue
@@ -137,9 +128,8 @@ def grid(directory: Path, *, batches: tuple[int, ...] = (1, 2, 4, 8), **values: 
             micro_batch=micro, started=begun, steps=20 if outcome == "ok" else 4, **why,
         )  # fmt: skip
         trials.append(ended(index, words, run, outcome=outcome, **times, **why))
-    same = entry(len(trials), ["zero=stage2", f"batch.micro_batch={batches[0]}"], state="ended",
-                 outcome="same", same_as=len(batches))  # fmt: skip
-    trials.append(same)
+    first = ["zero=stage2", f"batch.micro_batch={batches[0]}"]
+    trials.append(entry(len(trials), first, outcome="same", same_as=len(batches)))
     words = [f"zero={','.join(STAGES)}", f"batch.micro_batch={','.join(map(str, batches))}"]
     journal(directory, trials, ["experiment=demo", *words], **values)
     return directory

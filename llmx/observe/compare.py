@@ -151,10 +151,8 @@ def outcome_rows(a: Run, b: Run) -> list[tuple[str, str, str]]:
 
 
 def _rows(data: Run) -> list[tuple[str, str]]:
-    headline = wording.headline(data)
-    rows = [("outcome", headline.line)]
-    if headline.cause:
-        rows.append(("cause", headline.cause.splitlines()[0]))
+    causes = [text.splitlines()[0] for name, text in wording.reasons(data) if name == "cause"]
+    rows = [("outcome", wording.headline(data)[1]), *(("cause", text) for text in causes)]
     rows += wording.summary_rows(data)
     restarts = data.result.get("restarts")
     if restarts:

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from llmx.errors import ConfigError
-from llmx.observe.mirror import Machine
 from llmx.observe.page import thinned
 from llmx.redact import redacted
 from llmx.run.metrics import Metric, declared_of, measured
-from llmx.run.metrics.lines import Record, Summary, step_of
+from llmx.run.metrics.lines import Record, step_of, summary
 from llmx.run.rundir import RunDir, no_run, read_file, read_mapping
 from llmx.run.tail import LineTail, newest_samples, read_records, records_of
 from llmx.text import duration
@@ -62,6 +61,19 @@ class Standing:
     why: str = ""
     """One sentence more: the cause of a failure, what is waited for."""
     fix: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine that a run is on, at one moment."""
+
+    root: str
+    """The directory that the copy is of."""
+    host: str
+    now: float
+    free_bytes: int | None
+    processes: frozenset[str] | None
+    """The numbers of those that run there; None for this machine, which is asked for one."""
 
 
 class Run:
@@ -180,7 +192,7 @@ class Run:
             num_bytes = sum(
                 file.get("bytes") or 0 for file in (manifest.get("files") or {}).values()
             )
-            saved = manifest.get("created") or _mtime(path)
+            saved = manifest.get("created") or modified(path)
             newest = {"step": steps[-1], "time": saved, "bytes": num_bytes}
         return {"steps": steps, "newest": newest, "writing": max(partial, default=None)}
 
@@ -219,11 +231,8 @@ class Run:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Numbers of the whole run (``Summary``)."""
-        summary = Summary()
-        for record in self.records:
-            summary.add(record)
-        return summary.values(self.result)
+        """Numbers of the whole run."""
+        return summary(self.records, self.result)
 
     @property
     def last(self) -> Record:
@@ -412,7 +421,7 @@ class Run:
     def started(self) -> float | None:
         """When the run was first started."""
         begun = self.identity.get("created") or self.result.get("started")
-        return begun or _mtime(self.dir.config)
+        return begun or modified(self.dir.config)
 
     @property
     def took_s(self) -> float | None:
@@ -465,7 +474,7 @@ class Run:
             "attempts": self.attempts[-MAX_ATTEMPTS:],
             "lock": self.supervisor_lock or None,
             "result": _without_traceback(self.result) or None,
-            "started": _mtime(self.dir.config),
+            "started": modified(self.dir.config),
             "launched": self.dir.ranks.is_dir(),
             "disk_free_bytes": self.machine.free_bytes,
             "hosts": [{"name": name, "ranks": ranks} for name, ranks in self.hosts],
@@ -585,7 +594,8 @@ def _without_traceback(values: dict[str, Any] | None) -> dict[str, Any] | None:
     return values and {key: value for key, value in values.items() if key != "traceback"}
 
 
-def _mtime(path: Path) -> float | None:
+def modified(path: Path) -> float | None:
+    """When a file was changed last; None where there is none."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -27,13 +27,12 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 from llmx import text as human
 from llmx.errors import ConfigError, LlmxError
 from llmx.observe.compare import difference_of
-from llmx.observe.mirror import parse_location
 from llmx.observe.page import Json, block, changes, document, page, plain, table, thinned
 from llmx.observe.page.run import MAX_POINTS, curves, has_steps, run_page
 from llmx.observe.page.sweep import sweep_page
 from llmx.observe.report.sweep_data import SweepReader
-from llmx.observe.run import LIVE, Run, find_runs, load_run
-from llmx.observe.source import outputs
+from llmx.observe.run import LIVE, Run, find_runs, load_run, modified
+from llmx.observe.source import outputs, parse_location
 from llmx.observe.status.show import activity_rows, cells_of, progress_rows
 from llmx.observe.status.sweep import look
 from llmx.redact import redact
@@ -373,16 +372,11 @@ def _evaluation(run: Run) -> list[Any]:
     return ["", None] if loss is None else [f"loss {human.number(loss)}", loss]
 
 
-def _stamp(root: Path) -> list[int]:
+def _stamp(root: Path) -> list[float | None]:
     """Changes whenever the run does: most files are replaced, which changes their directory, and
     to two lines are appended."""
-    stamp = []
-    for path in (root, root / "history", root / "metrics.jsonl", root / "attempts.jsonl"):
-        try:
-            stamp.append(path.stat().st_mtime_ns)
-        except OSError:
-            stamp.append(0)
-    return stamp
+    places = (root, root / "history", root / "metrics.jsonl", root / "attempts.jsonl")
+    return [modified(path) for path in places]
 
 
 def _end_of(path: Path) -> str:

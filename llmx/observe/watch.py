@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmx.errors import ConfigError, LaunchError
-from llmx.observe.mirror import RunLocation
+from llmx.observe.report.wording import event_text
 from llmx.observe.run import FINAL, Run, find_runs, is_run, live_first
-from llmx.observe.source import Source, location_of
+from llmx.observe.source import RunLocation, Source, location_of
 from llmx.observe.status import show
 from llmx.text import printable
 
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
         return last.code if last is not None else 1
     if not location.host and not is_run(location.path):
         location = _newest(location.path)
-    run = follow(_runs(location, every_s=options.every), picture=_picture, news=_news)
+    run = follow(_runs(location, every_s=options.every), picture=show.panel, news=_news)
     return 0 if run is not None and run.state == "finished" else 1
 
 
@@ -133,10 +133,6 @@ def follow(
     return last
 
 
-def _picture(run: Run, plain: bool) -> Any:
-    return show.panel(run, plain=plain)
-
-
 def _news(run: Run, before: Run | None) -> Iterator[str]:
     """Damage and events since the time before, and a line whenever a number has changed."""
     if before is None or run.damage != before.damage:
@@ -147,7 +143,7 @@ def _news(run: Run, before: Run | None) -> Iterator[str]:
             when = event.get("time") or 0.0
             if when > newest_s:
                 clock = time.strftime("%H:%M:%S", time.localtime(when))
-                yield f"{clock} {show.event_text(event)}"
+                yield f"{clock} {event_text(event)}"
     if before is None or _numbers(run) != _numbers(before):
         yield show.plain_line(run)
 

@@ -30,7 +30,7 @@ MARK = "<!-- Written by llmx. Without this line the card is yours, and is kept. 
 SHOWN = (
     "task.kind", "task.epochs", "task.steps", "data.seq_len", "data.packing", "optim.kind",
     "optim.lr", "optim.schedule", "optim.warmup_steps", "optim.warmup_fraction",
-    "optim.weight_decay", "optim.grad_clip", "seed", "zero.stage", "zero.offload_optimizer",
+    "optim.weight_decay", "optim.clip_norm", "seed", "zero.stage", "zero.offload_optimizer",
     "zero.offload_param", "adapter.kind", "adapter.rank", "adapter.alpha", "adapter.dropout",
     "adapter.targets", "adapter.lr",
 )  # fmt: skip

@@ -157,10 +157,10 @@ def no_run(root: Path) -> str:
     """Say, for an error, why ``root`` is not a run directory, and where runs are."""
     root = Path(os.path.abspath(root))
     if not root.is_dir():
-        near = did_you_mean(root.name, [path.name for path in _runs_in(root.parent)])
+        suggestion = did_you_mean(root.name, [path.name for path in _runs_in(root.parent)])
         if root.is_symlink():
-            return f"broken link: {root} points to {root.readlink()}.{near}{_LIST}"
-        return f"no such directory: {root}.{near}{_LIST}"
+            return f"broken link: {root} points to {root.readlink()}.{suggestion}{_LIST}"
+        return f"no such directory: {root}.{suggestion}{_LIST}"
     return f"not a run directory: {root} has no config.yaml.{runs_inside(root) or _LIST}"
 
 

@@ -56,19 +56,15 @@ def write(
     """
     run = RunDir(Path(exp.run_dir))
     try:
-        is_taken = run.config.exists() and not failed_before_a_step(run)
-        if not is_taken:
-            if run.config.exists():
-                put_aside(run.root)
-            run.root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(run, error) from error
-    if is_taken:
-        raise ConfigError(
-            f"run_dir={run.root} already contains a run; a run is never overwritten. Continue it "
-            f"with python -m llmx resume {shlex.quote(str(run.root))}, or choose another directory."
-        )
-    try:
+        if run.config.exists():
+            if not failed_before_a_step(run):
+                raise ConfigError(
+                    f"run_dir={run.root} already contains a run; a run is never overwritten. "
+                    f"Continue it with python -m llmx resume {shlex.quote(str(run.root))}, or "
+                    "choose another directory."
+                )
+            put_aside(run.root)
+        run.root.mkdir(parents=True, exist_ok=True)
         write_identity(run, parent=parent)  # first: a directory with it is of llmx
         write_config(run, exp, plan, ds_config)
         write_text(run.overrides, yaml.safe_dump(overrides, allow_unicode=True))

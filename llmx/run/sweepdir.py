@@ -127,7 +127,7 @@ class Trial:
 
     def value(self, objective: str) -> float | None:
         """The trial's value of an objective; None where it has none."""
-        if objective in ("tokens_per_s", "memory_gib", "seconds"):
+        if objective in ("steps", "tokens_per_s", "memory_gib", "seconds"):
             number: float | None = getattr(self, objective)
             return number
         kind, _, name = objective.partition("/")

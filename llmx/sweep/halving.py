@@ -15,6 +15,7 @@ import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from llmx.compose.words import Words
 from llmx.config import Experiment, KeepConfig
@@ -65,8 +66,10 @@ class Halving:
         Raises:
             ConfigError: the trials were compared at other steps.
         """
-        if trial.outcome == STOPPED or len(trial.rungs) <= self.rung:
-            return bool(trial.rungs) and trial.outcome == STOPPED
+        if trial.outcome == STOPPED:
+            return bool(trial.rungs)
+        if len(trial.rungs) <= self.rung:
+            return False
         steps = trial.rungs[self.rung][0]
         if len(trial.rungs) > self.rung + 1 and steps != self.step(self.rung):
             raise ConfigError(
@@ -93,17 +96,9 @@ class Halving:
         trial.rungs = [*trial.rungs[: self.rung], [trial.steps, value]]
         if self.is_last or self._is_whole(self.step(self.rung)):
             return []
-        rivals = [
-            other
-            for other in self.sweep.trials
-            if self.rung == 0
-            or (
-                len(other.rungs) >= self.rung
-                and not (other.outcome == STOPPED and len(other.rungs) <= self.rung)
-            )
-        ]
+        num_rivals = sum(map(self._has_begun, self.sweep.trials))
         ranked = ranking(self._reached(), self.sweep.mode)
-        losers = self.sweep.trials_of(ranked[self.survivors(len(rivals)) :])
+        losers = self.sweep.trials_of(ranked[self.survivors(num_rivals) :])
         return [loser for loser in losers if self._stop(loser)]
 
     def advance(self) -> tuple[list[Trial], list[Trial]]:
@@ -120,6 +115,10 @@ class Halving:
         self.rung += 1
         self.is_last = len(best) <= 1 or self._is_whole(self.step(self.rung))
         return self.sweep.trials_of(sorted(best)), stopped
+
+    def _has_begun(self, trial: Trial) -> bool:
+        """Whether a trial trains, or has trained, to this rung."""
+        return len(trial.rungs) >= (self.rung + 1 if trial.outcome == STOPPED else self.rung)
 
     def _reached(self) -> dict[int, float | None]:
         """The value of each trial that has reached this rung."""
@@ -175,22 +174,11 @@ def up_to(exp: Experiment, stop: int, *, evaluates: bool) -> Experiment:
 def continued(former: Experiment, now: Experiment) -> Experiment:
     """A run that continues to its next rung. What was settled when it began stays
     (``data.layout``, say); what the rung and its slots change is taken over."""
-    task = dataclasses.replace(
-        former.task,
-        stop_at_step=now.task.stop_at_step,
-        eval_every_steps=now.task.eval_every_steps,
-        evaluate=now.task.evaluate,
-        save_model=now.task.save_model,
-    )
-    return dataclasses.replace(
-        former,
-        task=task,
-        checkpoint=now.checkpoint,
-        hardware=now.hardware,
-        zero=now.zero,
-        launch=now.launch,
-        sweep=now.sweep,
-    )
+    names = ("stop_at_step", "eval_every_steps", "evaluate", "save_model")
+    task = dataclasses.replace(former.task, **{name: getattr(now.task, name) for name in names})
+    groups = ("checkpoint", "hardware", "zero", "launch", "sweep")
+    values: dict[str, Any] = {group: getattr(now, group) for group in groups}
+    return dataclasses.replace(former, task=task, **values)
 
 
 def prepare_rung(now: Experiment) -> LaunchSpec | None:

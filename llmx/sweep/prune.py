@@ -35,6 +35,8 @@ class OutOfMemory:
     index: int
     experiment: Experiment
     plan: Plan
+    kind: tuple[str, float | None] | None = None
+    """The device and the RAM of its part of the cluster, if it had one."""
 
 
 def key_of(exp: Experiment) -> str:

@@ -30,9 +30,9 @@ class Placed:
     """Hosts with all their slots, and which of these, from 0 on."""
 
     @property
-    def device(self) -> str:
-        """The type of its devices."""
-        return self.shares[0][0].device
+    def kind(self) -> tuple[str, float | None]:
+        """The device and RAM by which two parts of a cluster differ for the memory of a trial."""
+        return self.shares[0][0].device, self.ram_gib
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,9 +73,9 @@ class Slots:
                 return placed
         return None
 
-    def give_back(self, placed: Placed) -> None:
+    def give_back(self, placed: Placed | None) -> None:
         """Free the slots of a trial that is over."""
-        for host, slots in placed.shares:
+        for host, slots in placed.shares if placed else ():
             self._taken.get(_place(host), set()).difference_update(slots)
 
     def _free(self, host: HostConfig) -> list[int]:

@@ -32,15 +32,9 @@ from llmx.launch import start_report, supervise
 from llmx.lifecycle.knowledge import informed
 from llmx.lifecycle.learned import learn
 from llmx.lifecycle.start import prepare, run_composed
-from llmx.observe.page.sweep import PAGE, write_report
-from llmx.observe.report.sweep_data import CSV, load_sweep, measure
-from llmx.observe.report.sweep_table import (
-    MARKDOWN,
-    best_lines,
-    known_of,
-    print_sweep,
-    write_sweep,
-)
+from llmx.observe.page.sweep import report_sweep
+from llmx.observe.report.sweep_data import load_sweep, measure
+from llmx.observe.report.sweep_table import known_of, write_sweep
 from llmx.plan.types import Plan
 from llmx.run.rundir import RunDir
 from llmx.run.snapshot import put_aside
@@ -69,12 +63,22 @@ class Attempt:
     """A trial that is started, or runs."""
 
     trial: Trial
+    typed: Experiment
+    """Before it was completed."""
+    on_cluster: Experiment
+    """Completed, with all slots of the cluster."""
     composed: Composed
     """On the first slots of the cluster, wherever it runs, so that trials compare."""
     plan: Plan
     """On its own slots."""
-    placed: Placed | None
+    placed: Placed | None = None
     process: TrialProcess | SlurmJob | None = None
+
+    def on_slots(self) -> Composed:
+        """The trial on its own slots."""
+        if self.placed is None:
+            return self.composed
+        return _informed(_placed(self.on_cluster, self.typed, self.placed))
 
 
 class Runner:
@@ -108,8 +112,7 @@ class Runner:
         self._slots = Slots()
         self._first_with: dict[str, int] = {}
         """Key -> the first trial that has it."""
-        self._out_of_memory: list[tuple[OutOfMemory, tuple[str, float | None] | None]] = []
-        """Trials that ran out of memory, with the devices and the RAM of their part."""
+        self._out_of_memory: list[OutOfMemory] = []
         self._has_announced_stop = False
 
     @contextmanager
@@ -190,17 +193,7 @@ class Runner:
         """Every trial was reached: write and print the table, the files and the page of all."""
         self.sweep.complete = all(trial.outcome for trial in self.sweep.trials)
         self.sweep.write()
-        directory = self.sweep.directory
-        sweep = load_sweep(directory)
-        try:
-            write_report(sweep, directory)
-        except OSError as error:  # a full disk: what can be printed is printed all the same
-            print(f"{error.filename}: not written ({error.strerror})", file=sys.stderr)
-        print_sweep(
-            sweep.trials, directory=directory, stream=sys.stdout, best=best_lines(sweep),
-            files=(CSV, MARKDOWN, PAGE),
-        )  # fmt: skip
-        sys.stdout.flush()
+        report_sweep(load_sweep(self.sweep.directory), self.sweep.directory)
 
     def stop(self, number: int = signal.SIGINT) -> None:
         """Start no further trial, and end those that run as a single run ends: with the first call
@@ -229,12 +222,12 @@ class Runner:
     def _no_run_dir(self, index: int) -> Path:
         return self.sweep.directory / f"{index}_not_run"
 
-    def _place_of(self, index: int, exp: Experiment) -> Path:
+    def _place_of(self, index: int, composed: Composed) -> Path:
         """The run directory of a trial; ConfigError for one that is not its alone."""
-        place, sweep = Path(exp.run_dir), self.sweep.directory
-        others = [trial.run_dir for trial in self.sweep.trials if trial.index != index]
+        place, sweep = Path(composed.experiment.run_dir), self.sweep.directory
+        other_dirs = [trial.run_dir for trial in self.sweep.trials if trial.index != index]
         is_shared = any(
-            place in {other, *other.parents} or other in place.parents for other in others
+            place in {other, *other.parents} or other in place.parents for other in other_dirs
         )
         if is_shared or sweep not in place.parents:
             raise ConfigError(
@@ -272,90 +265,90 @@ class Runner:
         Raises:
             ConfigError: its config is refused.
         """
-        (trial,) = self.sweep.trials_of([index])
-        values = self._values.get(index) or self.compose(index, overrides)
-        typed = self._named(trial, experiment_from_dict(dict(values)))
-        on_cluster, problems = complete(typed)
-        composed = _informed(self._on_first_slots(on_cluster, typed), problems)
-        exp = composed.experiment
-        settings = self._agreed(exp)
-        key = _key(exp, on_cluster)
-        fresh = Trial(index, trial.overrides, self._place_of(index, exp), key=key)
-        first = self._first_with.setdefault(key, index)
+        (recorded,) = self.sweep.trials_of([index])
+        attempt = self._composed(recorded, overrides)
+        trial, settings = attempt.trial, attempt.composed.experiment.sweep
+        first = self._first_with.setdefault(trial.key, index)
         if settings.prune and first != index:
-            self._leave_out(fresh, "same", f"the same config as trial {first}", same_as=first)
+            self._leave_out(trial, "same", f"the same config as trial {first}", same_as=first)
             return
-        halving = None if exp.dry_run else self._halving
-        if self._halving is not None:
-            self._values[index] = values
-        if trial.key == key:
-            if _is_over(trial, settings, halving):
-                self._keep(trial, composed, on_cluster, typed)
+        if recorded.key == trial.key:
+            if _is_over(recorded, settings, self._halving):
+                attempt.trial = recorded
+                self._keep(attempt)
                 return
-            fresh.rungs = trial.rungs
-        continues = halving is not None and trial.key == key and bool(trial.rungs)
-        placed = self._wait_for_room(on_cluster)
-        attempt = Attempt(fresh, composed, composed.plan, placed)
+            trial.rungs = recorded.rungs
+        attempt.placed = self._wait_for_room(attempt.on_cluster)
         try:
             if not self.ending:
-                self._start(attempt, trial, on_cluster, typed, continues=continues)
+                self._start(attempt, recorded)
         finally:
             if attempt not in self._running:
-                self._free(placed)
+                self._slots.give_back(attempt.placed)
 
-    def _start(
-        self, attempt: Attempt, trial: Trial, on_cluster: Experiment, typed: Experiment, *,
-        continues: bool,
-    ) -> None:  # fmt: skip
-        """Start a trial on its slots, unless it cannot fit. ``trial``: what is recorded of it."""
-        fresh, placed, index = attempt.trial, attempt.placed, trial.index
-        exp, on_slots = attempt.composed.experiment, attempt.composed
-        if trial.state == RUNNING:
-            job = SlurmJob(RunDir(trial.run_dir), trial.job)
-            if trial.key == fresh.key:
-                attempt.trial, attempt.process = trial, job
+    def _composed(self, recorded: Trial, overrides: Sequence[str]) -> Attempt:
+        """The trial as these words compose it, planned; ``recorded``: what is known of it."""
+        index = recorded.index
+        values = self._values.get(index) or self.compose(index, overrides)
+        typed = self._named(recorded, experiment_from_dict(dict(values)))
+        on_cluster, problems = complete(typed)
+        composed = _informed(self._on_first_slots(on_cluster, typed), problems)
+        self._agree(composed.experiment)
+        if self._halving is not None:
+            self._values[index] = values
+        key, place = _key(composed.experiment, on_cluster), self._place_of(index, composed)
+        trial = Trial(index, recorded.overrides, place, key=key)
+        return Attempt(trial, typed, on_cluster, composed, composed.plan)
+
+    def _start(self, attempt: Attempt, recorded: Trial) -> None:
+        """Start a trial on its slots, unless it cannot fit, or its Slurm job still runs."""
+        trial, placed = attempt.trial, attempt.placed
+        if recorded.state == RUNNING:
+            job = SlurmJob(RunDir(recorded.run_dir), recorded.job)
+            if recorded.key == trial.key:
+                attempt.trial, attempt.process = recorded, job
                 self._running.append(attempt)
-                self._screen.began(f"{self._label(trial)}: Slurm job {job.number}")
+                self._screen.began(f"{self._label(recorded)}: Slurm job {job.number}")
                 return
-            self._end_job(trial, job)
-        if placed is not None:
-            on_slots = _informed(_placed(on_cluster, typed, placed))
-            attempt.plan = on_slots.plan
-        rivals = [oom for oom, kind in self._out_of_memory if kind == _kind(placed)]
-        too_much = impossible(on_slots.experiment, on_slots.plan) or needs_more(
-            exp, on_slots.plan, rivals
-        )
+            self._end_job(recorded, job)
+        exp, on_slots = attempt.composed.experiment, attempt.on_slots()
+        attempt.plan = on_slots.plan
+        kind = None if placed is None else placed.kind
+        rivals = [oom for oom in self._out_of_memory if oom.kind == kind]
+        too_much = impossible(on_slots.experiment, on_slots.plan)
+        too_much = too_much or needs_more(exp, on_slots.plan, rivals)
         if exp.sweep.prune and too_much:
-            fresh.fix = "sweep.prune=false runs it all the same"
-            self._leave_out(fresh, "pruned", too_much)
+            trial.fix = "sweep.prune=false runs it all the same"
+            self._leave_out(trial, "pruned", too_much)
             return
-        run = RunDir(fresh.run_dir)
+        run = RunDir(trial.run_dir)
         end_earlier(run, grace_s=exp.launch.stop_grace_s + 30, notify=self._screen.line)
-        continues = continues and run.config.is_file()
+        continues = self._halving is not None and bool(trial.rungs) and run.config.is_file()
         if not continues and (aside := put_aside(run.root)):
-            self._screen.line(f"[{index}] the earlier attempt is now {aside.name}")
+            self._screen.line(f"{trial.label} the earlier attempt is now {aside.name}")
         if self._halving is not None:
             short = self._halving.shortened(on_slots.experiment)
             on_slots = dataclasses.replace(on_slots, experiment=short)
-        fresh.slots, fresh.started = str(placed or ""), time.time()
-        self._put(fresh)
+        trial.slots, trial.started = str(placed or ""), time.time()
+        self._put(trial)
         self.sweep.write()
-        attempt.process = self._launched(fresh, on_slots, placed, continues=continues)
+        attempt.process = self._launched(attempt, on_slots, continues=continues)
         if attempt.process is None:
-            measure(fresh, has_ended=True)
-            self._conclude(fresh, None, composed=on_slots)
+            measure(trial, has_ended=True)
+            self._conclude(trial, None, composed=on_slots)
             return
         self._running.append(attempt)
         if self.ending:  # a signal arrived meanwhile
             attempt.process.signal(signal.SIGINT)
-        where = f" on {fresh.slots}" if fresh.slots else ""
-        did = f"Slurm job {fresh.job}" if fresh.job else "started"
-        self._screen.began(f"{self._label(fresh)}: {did}{where}")
+        where = f" on {trial.slots}" if trial.slots else ""
+        did = f"Slurm job {trial.job}" if trial.job else "started"
+        self._screen.began(f"{self._label(trial)}: {did}{where}")
 
     def _launched(
-        self, trial: Trial, composed: Composed, placed: Placed | None, *, continues: bool
+        self, attempt: Attempt, composed: Composed, *, continues: bool
     ) -> TrialProcess | SlurmJob | None:
         """Run a trial in a process of its own; None where it is only planned, or is trained."""
+        trial, placed = attempt.trial, attempt.placed
         overrides = list(trial.overrides)
         if composed.experiment.dry_run:
             run_composed(composed, overrides=overrides, is_trial=True)
@@ -392,7 +385,7 @@ class Runner:
         tracking = dataclasses.replace(exp.tracking, group=group, tags=[*tags, *short])
         return dataclasses.replace(exp, tracking=tracking)
 
-    def _agreed(self, exp: Experiment) -> SweepConfig:
+    def _agree(self, exp: Experiment) -> None:
         """Take over ``sweep.*`` of a trial; ConfigError where another trial has other values."""
         settings = exp.sweep
         if self._settings is not None and settings != self._settings:
@@ -405,17 +398,14 @@ class Runner:
         self.sweep.objective = objective_of(exp)
         if settings.halving is not None and self._halving is None and not exp.dry_run:
             self._halving = Halving(self.sweep, settings.halving, settings.halving_factor)
-        return settings
 
-    def _keep(
-        self, trial: Trial, composed: Composed, on_cluster: Experiment, typed: Experiment
-    ) -> None:
+    def _keep(self, attempt: Attempt) -> None:
         """A trial that ran in an earlier attempt at the sweep is not run again."""
+        trial = attempt.trial
         if trial.outcome == "oom":  # what did not fit there spares the larger ones there
-            placed, plan = placed_at(on_cluster.hardware.hosts, trial.slots), composed.plan
-            if placed is not None:
-                plan = _informed(_placed(on_cluster, typed, placed)).plan
-            self._remember_oom(trial, composed, plan, placed)
+            attempt.placed = placed_at(attempt.on_cluster.hardware.hosts, trial.slots)
+            attempt.plan = attempt.on_slots().plan
+            self._remember_oom(attempt)
         measure(trial)
         error: RunFailed | None = None
         if trial.failed:
@@ -431,11 +421,10 @@ class Runner:
         trial.ended = time.time()
         self._conclude(self._put(trial), None)
 
-    def _remember_oom(
-        self, trial: Trial, composed: Composed, plan: Plan, placed: Placed | None
-    ) -> None:
-        oom = OutOfMemory(trial.index, composed.experiment, plan)
-        self._out_of_memory.append((oom, _kind(placed)))
+    def _remember_oom(self, attempt: Attempt) -> None:
+        kind = None if attempt.placed is None else attempt.placed.kind
+        exp = attempt.composed.experiment
+        self._out_of_memory.append(OutOfMemory(attempt.trial.index, exp, attempt.plan, kind))
 
     def _end_job(self, trial: Trial, job: SlurmJob) -> None:
         self._screen.line(
@@ -485,10 +474,6 @@ class Runner:
                 self._wait()
         return None
 
-    def _free(self, placed: Placed | None) -> None:
-        if placed is not None:
-            self._slots.give_back(placed)
-
     # --- The end of a trial ------------------------------------------------------------------
 
     def _wait(self) -> None:
@@ -507,7 +492,7 @@ class Runner:
         for attempt, process, end in ends:
             if end is not None:
                 self._running.remove(attempt)
-                self._free(attempt.placed)
+                self._slots.give_back(attempt.placed)
                 self._ended(attempt, process.run, end)
         return any(end is not None for *_, end in ends)
 
@@ -527,7 +512,7 @@ class Runner:
         if outcome:
             trial.outcome, trial.cause, trial.fix = outcome, f"{error}", ""
         if trial.outcome == "oom":
-            self._remember_oom(trial, attempt.composed, attempt.plan, attempt.placed)
+            self._remember_oom(attempt)
         self._conclude(trial, error, composed=attempt.composed, was_run=True)
 
     def _conclude(
@@ -619,8 +604,3 @@ def _key(exp: Experiment, on_cluster: Experiment) -> str:
     """The key of a trial, without the threads and cores that a part of the cluster adds."""
     hardware = dataclasses.replace(exp.hardware, env=on_cluster.hardware.env)
     return key_of(dataclasses.replace(exp, hardware=hardware, launch=on_cluster.launch))
-
-
-def _kind(placed: Placed | None) -> tuple[str, float | None] | None:
-    """The device and RAM by which two parts of a cluster differ for the memory of a trial."""
-    return None if placed is None else (placed.device, placed.ram_gib)

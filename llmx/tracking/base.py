@@ -15,7 +15,8 @@ from llmx.config import TrackingConfig
 from llmx.config.plugins import TRACKERS
 from llmx.errors import ConfigError
 from llmx.offline import why_no_answer
-from llmx.run.metrics.lines import Record
+from llmx.run.metrics.lines import Record, read_metrics, summary
+from llmx.run.rundir import RunDir
 
 LONGEST_VALUE = 500
 """Characters of one value of ``flat``: what the oldest servers take."""
@@ -97,6 +98,10 @@ class Tracker(abc.ABC):
     @abc.abstractmethod
     def finish(self, result: Record | None) -> None:
         """Close; ``result`` is ``result.json``, None where the supervisor died."""
+
+    def summary(self, meta: RunMeta, result: Record | None) -> dict[str, Any]:
+        """Numbers of the whole run, with outcome, cause and fix of ``result``."""
+        return summary(read_metrics(RunDir(meta.run_dir).metrics), result)
 
     def report(self, state: str, message: str, *, where: str = "", **more: str) -> None:
         """Notify the user of this tracker's ``Status``. ``where``: the message, if not given."""

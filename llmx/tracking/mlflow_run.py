@@ -9,7 +9,7 @@ import os
 import time
 from typing import Any
 
-from llmx.run.metrics.lines import Record, Summary, event_scalars, scalars, step_of
+from llmx.run.metrics.lines import Record, event_scalars, scalars, step_of
 from llmx.tracking.base import RunMeta, Tracker, flat, replay_command, why_not_online
 
 STATUS = {"ok": "FINISHED", "interrupted": "KILLED", "pruned": "KILLED"}
@@ -33,7 +33,7 @@ class MlflowTracker(Tracker):
         why = why_not_online(configured, meta) if configured.startswith("http") else ""
         if why or not configured:
             uri = f"sqlite:///{here}/mlflow.db"
-        self._summary, self._last, online = Summary(), dict[str, int](), uri.startswith("http")
+        self._meta, self._last, online = meta, dict[str, int](), uri.startswith("http")
         self._client: Any = MlflowClient(tracking_uri=uri, registry_uri=uri)
         self._open(meta, artifacts=None if online else f"{here}/artifacts")
         self._place = uri if online else f"mlflow ui --backend-store-uri {uri}"
@@ -67,7 +67,6 @@ class MlflowTracker(Tracker):
             self._client.log_batch(self._id, **part)
 
     def log(self, record: Record) -> None:
-        self._summary.add(record)
         step, values = step_of(record), event_scalars(record) or scalars(record)
         metrics = {name.replace("@", "_"): value for name, value in values.items()}
         new = {name: value for name, value in metrics.items() if step > self._last.get(name, -1)}
@@ -75,7 +74,7 @@ class MlflowTracker(Tracker):
         self._last.update(dict.fromkeys(new, step))
 
     def finish(self, result: Record | None) -> None:
-        self._send("RunTag", flat(self._summary.values(result), "summary."))
+        self._send("RunTag", flat(self.summary(self._meta, result), "summary."))
         outcome = (result or {}).get("outcome", "supervisor lost")
         self._client.set_terminated(self._id, STATUS.get(outcome, "FAILED"))
         if not self._away:

@@ -8,7 +8,7 @@ import re
 import sys
 from typing import Any
 
-from llmx.run.metrics.lines import Record, Summary, event_scalars, scalars, step_of
+from llmx.run.metrics.lines import Record, event_scalars, scalars, step_of
 from llmx.tracking.base import RunMeta, Tracker, why_not_online
 
 STATES = {"ok": "success", "interrupted": "aborted", "pruned": "aborted"}
@@ -25,7 +25,7 @@ class SwanlabTracker(Tracker):
     def start(self, meta: RunMeta) -> None:
         import swanlab
 
-        self._summary = Summary()
+        self._meta = meta
         self._project = re.sub(r"[^\w\-+.]", "-", meta.project, flags=re.ASCII)[:100]
         settings = swanlab.Settings()
         why = "" if settings.api_key else f"no API key for {settings.api_host}; run `swanlab login`"
@@ -66,12 +66,11 @@ class SwanlabTracker(Tracker):
         )
 
     def log(self, record: Record) -> None:
-        self._summary.add(record)
         if values := event_scalars(record) or scalars(record):
             self._run.log(values, step=step_of(record))
 
     def finish(self, result: Record | None) -> None:
-        summary = self._summary.values(result)
+        summary = self.summary(self._meta, result)
         self._run.config.update({f"summary.{name}": value for name, value in summary.items()})
         state = STATES.get((result or {}).get("outcome", ""), "crashed")
         self._run.finish(state=state, error=None if state == "success" else summary.get("cause"))

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llmx.run.metrics.lines import Record, Summary, event_scalars, scalars, step_of
+from llmx.run.metrics.lines import Record, event_scalars, scalars, step_of
 from llmx.tracking.base import Notify, RunMeta, Tracker
 
 
@@ -22,13 +22,13 @@ class TensorBoardTracker(Tracker):
     def __init__(self, notify: Notify) -> None:
         super().__init__(notify)
         self._writer: Any = None
-        self._summary = Summary()
+        self._meta: RunMeta
         self._directory = Path()
 
     def start(self, meta: RunMeta) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._directory = meta.run_dir / "tensorboard"
+        self._meta, self._directory = meta, meta.run_dir / "tensorboard"
         # Event files only ever grow: what an earlier tracker process of this run left would show
         # every point twice.
         for stale in self._directory.glob("events.out.tfevents.*"):
@@ -45,7 +45,6 @@ class TensorBoardTracker(Tracker):
     def log(self, record: Record) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary as SummaryProto
 
-        self._summary.add(record)
         values = scalars(record) or event_scalars(record)
         if values:
             parts = [SummaryProto.Value(tag=k, simple_value=v) for k, v in values.items()]
@@ -61,7 +60,7 @@ class TensorBoardTracker(Tracker):
         self._writer.add_event(Event(wall_time=time.time(), step=step + 1, session_log=log))
 
     def finish(self, result: Record | None) -> None:
-        rows = "\n".join(f"| {k} | {v} |" for k, v in self._summary.values(result).items())
+        rows = "\n".join(f"| {k} | {v} |" for k, v in self.summary(self._meta, result).items())
         self._text("result", f"| what | value |\n|---|---|\n{rows}")
         self._writer.flush()
         self._writer.close()

@@ -15,11 +15,10 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from llmx.offline import why_no_answer
-from llmx.run.metrics.lines import Record, Summary, event_scalars, scalars, step_of
+from llmx.run.metrics.lines import Record, event_scalars, scalars, step_of
 from llmx.run.rundir import RunDir
 from llmx.run.tail import newest_samples
-from llmx.tracking.base import Notify, RunMeta, Tracker, replay_command
+from llmx.tracking.base import Notify, RunMeta, Tracker, replay_command, why_not_online
 
 LONGEST_TEXT = 16_384
 """Characters of one text in the config (a diff can be megabytes; provenance.json has it)."""
@@ -34,17 +33,16 @@ class WandbTracker(Tracker):
     def __init__(self, notify: Notify) -> None:
         super().__init__(notify)
         self._run: Any = None
-        self._summary = Summary()
+        self._meta: RunMeta
         self._last_step = 0
         self._at_last_step: set[str] = set()
         """Kinds of the lines that the row of the last step holds already."""
         self._online = False
-        self._run_dir = Path()
         self._sampled_step: int | None = None
         """The step of the newest generated samples that W&B has."""
 
     def start(self, meta: RunMeta) -> None:
-        self._run_dir = meta.run_dir
+        self._meta = meta
         provenance = _shortened(meta.provenance)
         config = {**meta.config, "ds_config": meta.ds_config, "provenance": provenance}
         # Nobody else's service, no crash reports to a third party, no chatter.
@@ -104,7 +102,6 @@ class WandbTracker(Tracker):
         What W&B has already is passed over. Events (a restart, a save) go into the row of the
         moment; their own step is ``saved/step``, ``resumed/step``.
         """
-        self._summary.add(record)
         events = event_scalars(record)
         values = events or scalars(record)
         if not values:
@@ -129,7 +126,7 @@ class WandbTracker(Tracker):
     def finish(self, result: Record | None) -> None:
         if samples := self._new_samples():
             self._run.log(samples, step=self._last_step)
-        self._run.summary.update(self._summary.values(result))
+        self._run.summary.update(self.summary(self._meta, result))
         outcome = (result or {}).get("outcome", "supervisor lost")
         try:
             self._run.finish(exit_code=0 if outcome in ("ok", "pruned") else 1)
@@ -142,7 +139,7 @@ class WandbTracker(Tracker):
 
     def _new_samples(self) -> dict[str, Any]:
         """A table of the samples that the task has generated, where W&B does not have them."""
-        rows = newest_samples(RunDir(self._run_dir).rollouts)
+        rows = newest_samples(RunDir(self._meta.run_dir).rollouts)
         if not rows or rows[0]["step"] == self._sampled_step:
             return {}
         self._sampled_step = rows[0]["step"]
@@ -170,7 +167,7 @@ class WandbTracker(Tracker):
         directory = Path(self._run.dir).parent
         if self._run.resumed:
             # Uploading this directory would put the last part in the place of the whole.
-            replay = replay_command(self._run_dir)
+            replay = replay_command(self._meta.run_dir)
             self.report("offline", why, fix=replay, where=str(directory))
             return
         upload = f"wandb sync {directory}"
@@ -195,15 +192,11 @@ def set_aside_earlier(meta: RunMeta) -> None:
 def _why_not_online(meta: RunMeta) -> str:
     import wandb
 
-    if meta.mode == "offline":
-        return "tracking.mode=offline"
     if meta.mode == "auto" and os.environ.get("WANDB_MODE", "online") not in ("online", "run"):
         return f"WANDB_MODE={os.environ['WANDB_MODE']} is set in the environment"
     base_url = wandb.setup().settings.base_url
-    if why := _why_no_credentials(base_url):
-        return why
-    why = why_no_answer(base_url, timeout_s=min(3.0, 0.15 * meta.finish_timeout_s))
-    return f"{base_url} cannot be reached ({why})" if why else ""
+    why = "" if meta.mode == "offline" else _why_no_credentials(base_url)
+    return why or why_not_online(base_url, meta)
 
 
 def _why_no_credentials(base_url: str) -> str:

@@ -35,11 +35,11 @@ from llmx.run.metrics.declared import check_checkpoint_metric, check_declared, l
 from llmx.run.metrics.equality import compare
 from llmx.run.metrics.lines import (
     MetricsTail,
-    Summary,
     event_scalars,
     read_metrics,
     scalars,
     step_of,
+    summary,
 )
 from llmx.run.rundir import RunDir, write_json, write_text
 from llmx.run.sweepdir import Trial
@@ -266,27 +266,20 @@ def test_a_restart_that_took_nothing_back(tmp_path: Path) -> None:
 # --- The summary -----------------------------------------------------------------------------
 
 
-def summary(*records: dict[str, Any]) -> Summary:
-    found = Summary()
-    for record in records:
-        found.add(record)
-    return found
-
-
 def test_events() -> None:
     saved = {"kind": "event", "event": "saved", "time": 5.0, "step": 40, "bytes": 7, "why": "time"}
     assert event_scalars(saved) == {"saved/step": 40.0, "saved/bytes": 7.0}
     assert scalars(saved) == event_scalars(tracked_run.train_line(2)) == {}
     resumed = {**saved, "event": "resumed", "attempt": 2, "total_steps": 90}
     start = {"kind": "start", "total_steps": 80}
-    values = summary(start, saved, resumed, {**saved, "step": 60}).values()
+    values = summary([start, saved, resumed, {**saved, "step": 60}])
     assert (values["restarts"], values["resumed_from"]) == (1, 40)
     assert (values["checkpoints"], values["last_checkpoint"]) == (2, 60)
     assert values["total_steps"] == 90, "it was made longer"
 
 
 def test_summary_of_a_whole_run() -> None:
-    values = summary(*tracked_run.lines(40)).values(tracked_run.result())
+    values = summary(tracked_run.lines(40), tracked_run.result())
     expected = {
         "first_loss": tracked_run.train_line(2)["loss"], "steps": 40, "outcome": "ok",
         "final_loss": tracked_run.train_line(40)["loss"], "first_eval_loss": 5.5,
@@ -301,7 +294,7 @@ def test_summary_of_a_whole_run() -> None:
 
 def test_summary_of_a_run_that_ended_in_nan() -> None:
     last = {**tracked_run.train_line(4), "loss": None, "nonfinite": True}
-    assert math.isnan(summary(tracked_run.train_line(2), last).values()["final_loss"])
+    assert math.isnan(summary([tracked_run.train_line(2), last])["final_loss"])
 
 
 # --- Who shows them: a task with metrics of its own ------------------------------------------
@@ -377,9 +370,9 @@ def test_status_shows_them(run: RunDir) -> None:
         assert "macro F1 62.5 %" in evaluated(view)
         assert shown_metrics(view, view.last) == ["accuracy 90 %"]
     stream = io.StringIO()
-    RichConsole(file=stream, width=200).print(panel(view))
+    RichConsole(file=stream, width=200).print(panel(Run(run.root)))
     text = stream.getvalue()
-    assert "loss 1.500, accuracy 80 %, reward margin 2.000, macro F1 62.5 %" in text
+    assert "12.5 % → 62.5 %   (best 75 % at step 20)" in text
     assert ["metrics", "accuracy", "90", "%"] in [line.split() for line in text.splitlines()]
 
 

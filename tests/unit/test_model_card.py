@@ -59,6 +59,7 @@ def test_the_card_of_a_run(run: RunDir, tmp_path: Path) -> None:
         "A fine-tune of `base` (task `sft`). The weights are those of step 40.",
         "| data | `acme/rows`, `rows.jsonl` |",
         "| optim.schedule | `cosine` |",
+        "| optim.clip_norm | `1.0` |",
         "| task.options.teacher | `teacher` |",
         "| samples a step | 32 |",
         "| precision | fp32 |",

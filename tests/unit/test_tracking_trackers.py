@@ -137,6 +137,7 @@ def test_mlflow(tmp_path: Path, monkeypatch) -> None:
     )  # fmt: skip
     records = tracked_run.lines()
     records[5]["loss"], records[5]["nonfinite"], records[5]["recall@1"] = None, True, 0.5
+    tracked_run.append(RunDir(tmp_path), records)
     said: list[Status] = []
     here = dataclasses.replace(meta, uri=None)
     for about, part, result in ((meta, records[:12], None), (here, records, tracked_run.result())):

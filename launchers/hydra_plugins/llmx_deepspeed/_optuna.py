@@ -65,10 +65,12 @@ def sweep(sweeper: OptunaSweeper, arguments: Sequence[str]) -> None:
             with _refused("hydra.sweeper.study_name", STUDY):
                 for params in queue:
                     study.enqueue_trial(params)
-                asked = [study.ask(dict(space)) for _ in range(size)]
-            words = [[f"{key}={trial.params[key]}" for key in space] for trial in asked]
-            trials = runner.run({count + at: [*fixed, *own] for at, own in enumerate(words)})
-            for suggestion, trial in zip(asked, trials, strict=True):
+                suggestions = [study.ask(dict(space)) for _ in range(size)]
+            words = [[f"{key}={trial.params[key]}" for key in space] for trial in suggestions]
+            trials = runner.run(
+                {count + at: [*fixed, *own_words] for at, own_words in enumerate(words)}
+            )
+            for suggestion, trial in zip(suggestions, trials, strict=True):
                 if trial.index in runner.ends:
                     suggestion.set_user_attr(NAME, f"{runner.sweep.directory} {trial.index}")
                     value, is_max = _value(runner.sweep, trial), runner.sweep.mode == "max"

@@ -7,6 +7,7 @@ import itertools
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import psutil
@@ -23,7 +24,7 @@ from llmx.errors import ConfigError, LlmxError
 from llmx.observe.report.sweep_data import load_sweep
 from llmx.plan.choices import AUTO_KEYS
 from llmx.run.rundir import write_text
-from llmx.sweep.tune import NO_MEMORY, Axes, Search, axes_of, plan_candidates
+from llmx.sweep.tune import NO_MEMORY, Axes, Compose, Search, axes_of, plan_candidates
 from llmx.sweep.tuned import MARKDOWN, beginning, candidate_table, conclusion, to_markdown
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ SIZES = ("batch.global_batch", "batch.tokens_per_step", "batch.accumulation")
 def sweep(sweeper: TuneSweeper, arguments: Sequence[str]) -> None:
     """Search. Where no trial has ended well, the error of the first is raised."""
     fixed, typed = _sorted(sweeper, arguments)
-    compose = _Compose(sweeper, fixed)
+    compose = partial(_composed, sweeper, fixed)
     planned = _given(compose, typed)
     exp = planned.experiment
     if exp.sweep.objective != SPEED:
@@ -50,7 +51,7 @@ def sweep(sweeper: TuneSweeper, arguments: Sequence[str]) -> None:
     if size is not None and not typed.keys() & {"batch", "experiment", *SIZES}:
         # The default of the task follows the micro batch, which differs between candidates.
         fixed = [*fixed, f"batch.global_batch={size}"]
-        compose = _Compose(sweeper, fixed)
+        compose = partial(_composed, sweeper, fixed)
     axes = axes_of(planned, typed, [word.partition("=")[0] for word in fixed])
     ram_gib = float(psutil.virtual_memory().total) / 2**30
     candidates = plan_candidates(axes, compose, ram_gib=ram_gib)
@@ -109,19 +110,15 @@ def _sorted(
     return list(fixed.values()), axes
 
 
-class _Compose:
-    """Overrides -> a completed experiment, by Hydra, as the trial will be composed."""
-
-    def __init__(self, sweeper: TuneSweeper, fixed: Sequence[str]) -> None:
-        self._sweeper, self._fixed = sweeper, list(fixed)
-
-    def __call__(self, words: Sequence[str]) -> tuple[Experiment, list[str]]:
-        context, config = self._sweeper.hydra_context, self._sweeper.config
-        values = trial_values(context, config, 0, [*self._fixed, *words])
-        return complete(experiment_from_dict(values))
+def _composed(
+    sweeper: TuneSweeper, fixed: Sequence[str], words: Sequence[str]
+) -> tuple[Experiment, list[str]]:
+    """A completed experiment, by Hydra, as the trial will be composed."""
+    values = trial_values(sweeper.hydra_context, sweeper.config, 0, [*fixed, *words])
+    return complete(experiment_from_dict(values))
 
 
-def _given(compose: _Compose, typed: Axes) -> Composed:
+def _given(compose: Compose, typed: Axes) -> Composed:
     """The config as it was given, with the first values of the axes that can be planned."""
     first: LlmxError | None = None
     for values in itertools.product(*typed.values()):

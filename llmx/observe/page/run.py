@@ -41,17 +41,17 @@ CURVES = {"loss": "", "loss_mean": "", "lr": "Learning rate", "grad_norm": "Grad
 
 def run_page(run: Run) -> Json:
     """The whole page, from the headline to the files of the run."""
-    headline = wording.headline(run)
+    state, line = wording.headline(run)
     columns = curves(run.records)
     files = ("config.yaml", "plan.json", "ds_config.json", "provenance.json", "result.json")
     # Many runs have the name of their experiment; the directory is the run's directory.
     directory = run.dir.root.name
     name = directory if run.name in directory else f"{directory} ({run.name})"
     content = page(
-        f"{name}: {headline.line}",
-        headline.state,
+        f"{name}: {line}",
+        state,
         {
-            "Outcome": [table(headline.reasons)],
+            "Outcome": [table(wording.reasons(run))],
             "Summary": [tiles(wording.summary_rows(run))],
             "Curves": [],
             "Warnings": [block("list", wording.warnings(run))],

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -18,17 +19,18 @@ from urllib.parse import quote
 
 from llmx import text as human
 from llmx.observe.page import Block, Json, block, document, page, table, thinned, tiles
-from llmx.observe.report.sweep_data import axes, value_of
+from llmx.observe.report.sweep_data import CSV, axes, value_of
 from llmx.observe.report.sweep_table import (
-    TITLES,
+    MARKDOWN,
     best_and_command,
     best_lines,
     cells,
     failures,
     headline,
-    metrics_of,
+    measure_of,
+    measures,
+    print_sweep,
     settings_of,
-    title_of,
     write_sweep,
 )
 from llmx.run.rundir import write_text
@@ -44,11 +46,26 @@ MAX_CELLS, MANY_AS = 10, 6
 MAX_LINES = 8
 """Combinations of the other keys that get a line of their own: as many as there are colours."""
 
-BETTER = {True: 1, False: -1, None: 0}
+BETTER: dict[Any, int] = {max: 1, min: -1, None: 0}
 """Which direction of a metric is better, for the heat map."""
 
 Link = Callable[[Trial], str]
 """The address at which a trial's run is shown; empty where it is not."""
+
+
+def report_sweep(sweep: Sweep, out: Path, *, width: int | None = None) -> None:
+    """Write the files of a sweep into ``out``, and print its table."""
+    files, warning = [CSV, MARKDOWN, PAGE], ""
+    try:
+        write_report(sweep, out)
+    except OSError as error:
+        # A full or read-only disk: what can be printed is printed all the same.
+        files = []
+        warning = f" {error.filename or out}: not written ({error.strerror})."
+    print_sweep(sweep, directory=out, stream=sys.stdout, files=files, width=width)
+    if warning:
+        print(warning)
+    sys.stdout.flush()
 
 
 def write_report(sweep: Sweep, out: Path) -> None:
@@ -78,7 +95,7 @@ def sweep_page(sweep: Sweep, *, link: Link, note: str = "") -> Json:
         title = f"Sweep over {', '.join(axes(trials))}"
     curves, undrawn = loss_curves(sweep)
     better = "more" if sweep.mode == "max" else "less"
-    objective = f"{title_of(sweep.objective, trials)}, {better} is better"
+    objective = f"{measure_of(sweep.objective, trials).title}, {better} is better"
     charts = objective_charts(sweep)
     best, command = best_and_command(sweep)
     return page(
@@ -147,22 +164,20 @@ def settings_and_metrics(sweep: Sweep) -> Json | None:
     """Every trial's values of the swept keys, and what it measured: for the heat map and the
     parallel coordinates. None with fewer than two keys, or without two trials that ended well."""
     trials = [trial for trial in sweep.trials if trial.outcome and trial.outcome != "same"]
-    keys, metrics, declared = _keys(trials), [], metrics_of(trials)
-    for name in (*TITLES, *(f"eval/{name}" for name in declared)):
+    keys, metrics = _keys(trials), []
+    for name, measure in measures(trials).items():
         values = _finite_values(trials, name)
-        metric = declared.get(name.removeprefix("eval/")) if name not in TITLES else None
-        is_percent = metric is not None and metric.format == "percent"
-        scale = 100 if is_percent else 1
-        unit = " (%)" if is_percent else " (s)" if name == "seconds" else ""
-        if sum(value is not None for value in values) > 1:
-            metrics.append(
-                {
-                    "id": name,
-                    "name": f"{title_of(name, trials)}{unit}",
-                    "better": BETTER[metric.higher_is_better if metric else name == "tokens_per_s"],
-                    "values": [v and float(f"{v * scale:.6g}") for v in values],
-                }
-            )
+        if name == "steps" or sum(value is not None for value in values) < 2:
+            continue
+        scale = 100 if measure.unit == "%" else 1
+        metrics.append(
+            {
+                "id": name,
+                "name": f"{measure.title} ({measure.unit})" if measure.unit else measure.title,
+                "better": BETTER[measure.better],
+                "values": [v and float(f"{v * scale:.6g}") for v in values],
+            }
+        )
     if len(keys) < 2 or not metrics:
         return None
     names, ids = axes(trials), [metric["id"] for metric in metrics]

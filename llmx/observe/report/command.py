@@ -17,17 +17,12 @@ from pathlib import Path
 from llmx.errors import ConfigError, DiskFullError, did_you_mean, disk_is_full
 from llmx.observe.page import block, document, table
 from llmx.observe.page.run import completions, generated, run_page, step_of_samples
-from llmx.observe.page.sweep import PAGE, write_report
+from llmx.observe.page.sweep import report_sweep
 from llmx.observe.report import wording
 from llmx.observe.report.figure import draw_losses
 from llmx.observe.report.screen import open_console, print_blocks
-from llmx.observe.report.sweep_data import CSV, load_sweep
-from llmx.observe.report.sweep_table import (
-    MARKDOWN,
-    best_lines,
-    metrics_of,
-    print_sweep,
-)
+from llmx.observe.report.sweep_data import load_sweep
+from llmx.observe.report.sweep_table import measures
 from llmx.observe.run import Run, load_run
 from llmx.run.rundir import RunDir, write_text
 from llmx.run.sweepdir import Sweep
@@ -47,35 +42,16 @@ def run(options: argparse.Namespace) -> int:
             flag = "--out" if options.out else "--objective"
             raise ConfigError(f"{flag} is for sweeps, and {path} is a run. Leave {flag} out.")
         return _report(path, width=options.width)
-    return _report_sweep(
-        load_sweep(path), out=options.out or path, objective=options.objective, width=options.width
-    )
-
-
-def _report_sweep(sweep: Sweep, *, out: Path, objective: str | None, width: int | None) -> int:
-    """Write the files of a sweep, and print its table."""
-    if objective:
-        sweep = with_objective(sweep, objective)
-    files, warning = [CSV, MARKDOWN, PAGE], ""
-    try:
-        write_report(sweep, out)
-    except OSError as error:
-        # A full or read-only disk: what can be printed is printed all the same.
-        files = []
-        warning = f" {error.filename or out}: not written ({error.strerror})."
-    print_sweep(
-        sweep.trials, directory=out, stream=sys.stdout, files=files,
-        best=best_lines(sweep), width=width,
-    )  # fmt: skip
-    if warning:
-        print(warning)
+    sweep = load_sweep(path)
+    if options.objective:
+        sweep = with_objective(sweep, options.objective)
+    report_sweep(sweep, options.out or path, width=options.width)
     return 0
 
 
 def with_objective(sweep: Sweep, objective: str) -> Sweep:
     """The sweep with another objective; ConfigError where its trials have no such number."""
-    names = ["tokens_per_s", "memory_gib", "seconds", "train/loss", "eval/loss"]
-    names += [f"eval/{name}" for name in metrics_of(sweep.trials)]
+    names = [name for name in measures(sweep.trials) if name != "steps"]
     if objective not in names:
         raise ConfigError(
             f"--objective {objective}: no trial has such a number."
@@ -105,12 +81,12 @@ def print_report(run: Run, *, width: int | None = None) -> None:
     from rich.text import Text
 
     console = open_console(sys.stdout, width=width)
-    headline = wording.headline(run)
-    mark, style = MARKS[headline.state]
+    state, line = wording.headline(run)
+    mark, style = MARKS[state]
     console.print()
-    console.print(Text(f"{mark} {run.name}: {headline.line}", style=style))
+    console.print(Text(f"{mark} {run.name}: {line}", style=style))
     limit = 3 * min(console.width, WIDEST_TABLE) // 5  # about three lines of a cell
-    print_blocks(console, [table(headline.reasons)])
+    print_blocks(console, [table(wording.reasons(run))])
     blocks = [
         block("code", wording.traceback_excerpt(run)),
         *completions(run, count=SHOWN_COMPLETIONS, limit=limit),

@@ -27,8 +27,7 @@ def draw_losses(runs: Sequence[Run], path: Path) -> bool:
     yet."""
     names = ("",) if len(runs) == 1 else ("A, ", "B, ")
     curves = [
-        (name, points(run.train, "loss"), points(run.evals, "loss"))
-        for name, run in zip(names, runs, strict=True)
+        (name, points(run.train), points(run.evals)) for name, run in zip(names, runs, strict=True)
     ]
     losses = [value for _, train, evals in curves for _, value in train + evals]
     if not losses:
@@ -102,18 +101,15 @@ def smoothed(values: list[float]) -> list[float]:
     means = []
     for index in range(len(values)):
         reach = min(half, index, len(values) - 1 - index)  # symmetric, also at the ends
-        near = [v for v in values[index - reach : index + reach + 1] if math.isfinite(v)]
-        means.append(sum(near) / len(near) if near else math.nan)
+        values_near = [v for v in values[index - reach : index + reach + 1] if math.isfinite(v)]
+        means.append(sum(values_near) / len(values_near) if values_near else math.nan)
     return means
 
 
-def points(records: list[Record], key: str) -> list[tuple[int, float]]:
-    """Step and value of each line that has the key; NaN for a loss that was not finite."""
-    pairs = []
-    for record in records:
-        value = record.get(key)
-        if value is not None:
-            pairs.append((step_of(record), float(value)))
-        elif key == "loss" and record.get("nonfinite"):
-            pairs.append((step_of(record), math.nan))
-    return pairs
+def points(records: list[Record]) -> list[tuple[int, float]]:
+    """Step and loss of each line that has one; NaN for a loss that was not finite."""
+    return [
+        (step_of(record), math.nan if record.get("loss") is None else float(record["loss"]))
+        for record in records
+        if record.get("loss") is not None or record.get("nonfinite")
+    ]

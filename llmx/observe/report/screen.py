@@ -72,29 +72,34 @@ def print_blocks(
     """
     from rich.text import Text
 
+    for item in rendered(blocks, is_blank=is_blank):
+        console.print(item, soft_wrap=isinstance(item, Text))
+
+
+def rendered(blocks: Iterable[Block | None], *, is_blank: bool = True) -> Iterator[RenderableType]:
+    """Blocks as rich has them, with an empty line before each but a text."""
+    from rich.text import Text
+
     for block in filter(None, blocks):
         ((kind, value),) = block.items()
         has_heads = kind == "table" and bool(value["heads"])
         if kind != "text" and not has_heads and not is_blank:
-            console.print()
+            yield Text("")
         is_blank = has_heads or kind == "heading"  # a table with heads has empty lines of its own
         if has_heads:
-            console.print(columns_table(**value))
+            yield columns_table(**value)
         elif kind == "table" and value["kinds"][-1] == "code":
             widest = max(len(name) for name, _ in value["rows"])
             for name, text in value["rows"]:
-                line = Text.assemble((f" {name:<{widest}}  ", "bold"), text)
-                console.print(line, soft_wrap=True)
+                yield Text.assemble((f" {name:<{widest}}  ", "bold"), text)
         elif kind == "table":
-            console.print(pairs_table(value["rows"]))
+            yield pairs_table(value["rows"])
         elif kind == "list":
-            console.print(_warnings(value))
+            yield _warnings(value)
         elif kind == "code":
-            text = "\n".join(f"  {line}" for line in value.splitlines())
-            console.print(Text(printable(text), style="dim"))
+            yield Text("\n".join(f"  {line}" for line in value.splitlines()), style="dim")
         else:
-            style = "bold" if kind == "heading" else ""
-            console.print(Text(printable(value), style=style), soft_wrap=True)
+            yield Text(value, style="bold" if kind == "heading" else "")
 
 
 def columns_table(

@@ -60,6 +60,8 @@ def steps_by_rank(run: Run) -> Steps | None:
     A backward pass contains waiting. The rank whose backward pass is shortest against its forward
     pass waits least, so what it takes is computing; every rank's is taken to be in that proportion.
     """
+    places = {rank: name for name, ranks in run.hosts for rank in ranks}
+    devices = [str(rank.get("device") or "") for rank in run.plan.get("ranks") or []]
     for record in reversed(run.train):
         parts = [record.get(name) for name in ("forward_s", "backward_s", "update_s")]
         if not all(isinstance(values, list) and all(map(is_number, values)) for values in parts):
@@ -70,34 +72,14 @@ def steps_by_rank(run: Run) -> Steps | None:
         ratio = min(back / ahead for back, ahead in zip(backward, forward, strict=True))
         step_s = float(record.get("step_time_s") or 0.0)
         ranks = []
-        for rank, ahead in enumerate(forward):
-            computing = min(backward[rank], ratio * ahead)
-            host, device = _place(run, rank)
-            ranks.append(
-                RankStep(
-                    rank=rank,
-                    host=host,
-                    device=device,
-                    forward=ahead,
-                    backward=computing,
-                    waits=backward[rank] - computing,
-                    update=update[rank],
-                    rest=max(0.0, step_s - ahead - backward[rank] - update[rank]),
-                    idle=1.0 - ahead / max(forward),
-                )
-            )
+        for rank, (ahead, back, behind) in enumerate(zip(forward, backward, update, strict=True)):
+            computing = min(back, ratio * ahead)
+            rest, idle = max(0.0, step_s - ahead - back - behind), 1.0 - ahead / max(forward)
+            times = (ahead, computing, back - computing, behind, rest, idle)
+            device = devices[rank] if rank < len(devices) else ""
+            ranks.append(RankStep(rank, places.get(rank, ""), device, *times))
         return Steps(step_of(record), tuple(ranks))
     return None
-
-
-def _place(run: Run, rank: int) -> tuple[str, str]:
-    """Host and device type of a rank; empty where the plan does not say it."""
-    ranks, hosts = run.plan.get("ranks") or [], run.plan.get("hosts") or []
-    if rank >= len(ranks):
-        return "", ""
-    number = ranks[rank].get("host", -1)
-    host = str(hosts[number].get("name")) if 0 <= number < len(hosts) else ""
-    return host, str(ranks[rank].get("device") or "")
 
 
 def idle_text(steps: Steps) -> str:

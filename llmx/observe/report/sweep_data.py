@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.errors import LlmxError
-from llmx.observe.run import load_run
+from llmx.observe.run import load_run, modified
 from llmx.run.metrics.lines import step_of
 from llmx.run.rundir import RunDir
 from llmx.run.sweepdir import NOT_RUN, WAITING, Sweep, Trial, load
@@ -86,7 +86,7 @@ class SweepReader:
         run = RunDir(trial.run_dir)
         if trial.state == WAITING or trial.outcome in NOT_RUN or not run.config.is_file():
             return trial
-        stamp = (trial, _mtime(run.result), _mtime(run.metrics))
+        stamp = (trial, modified(run.result), modified(run.metrics))
         if trial.index not in self._measured or self._measured[trial.index][0] != stamp:
             measured = replace(trial)
             measure(measured)
@@ -97,13 +97,6 @@ class SweepReader:
 def load_sweep(directory: Path) -> Sweep:
     """A sweep with the numbers of its trials; ConfigError where the directory is none."""
     return SweepReader(directory).read()
-
-
-def _mtime(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
 
 
 def axes(trials: Sequence[Trial]) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,27 +26,15 @@ from llmx.text import plural, shorter_path
 MARKDOWN = "sweep.md"
 BEST_CONFIG = "best.yaml"
 BEST = "*"
-TITLES = {
-    "train/loss": "train loss",
-    "eval/loss": "eval loss",
-    "tokens_per_s": "tokens/s",
-    "memory_gib": "peak memory (GiB)",
-    "seconds": "time",
-}
-"""Objectives that are no metric of a task, for a reader."""
+CSV_NAMES = {"train/loss": "loss", "eval/loss": "eval_loss"}
+"""Heads of columns that are named otherwise than the objective."""
 
 
 def print_sweep(
-    trials: Sequence[Trial],
-    *,
-    directory: Path,
-    stream: TextIO,
-    best: Sequence[str] = (),
-    width: int | None = None,
-    files: Sequence[str] = (CSV, MARKDOWN),
+    sweep: Sweep, *, directory: Path, stream: TextIO, width: int | None, files: Sequence[str]
 ) -> None:
-    """The table, why trials failed or were left out, the best (``best_lines``), and where all of it
-    lies."""
+    """The table, why trials failed or were left out, the best, and where all of it lies."""
+    trials = sweep.trials
     heads, rows = cells(trials)
     kinds = ["number", "words", "short", *["number"] * (len(heads) - 3)]
     content = table(rows, heads=heads, kinds=kinds)
@@ -56,7 +43,7 @@ def print_sweep(
     has_best = any(BEST in cell for row in rows for cell in row)
     lines = [f"{BEST} best of its column"] if has_best else []
     listed = ", ".join([*files, "one directory per trial"])
-    lines += [*failures(trials), *best, f"{directory}: {listed}"]
+    lines += [*failures(trials), *best_lines(sweep), f"{directory}: {listed}"]
     console = open_console(stream, width=width)
     title = block("heading", f"Sweep: {headline(trials)}")
     text = block("text", "\n".join(f" {line}" for line in lines))
@@ -96,7 +83,7 @@ def best_and_command(sweep: Sweep) -> tuple[str, str]:
         return "", ""
     settings = settings_of(best, axes(sweep.trials))
     text = (
-        f"best by {title_of(sweep.objective, sweep.trials)}: {best.label} {settings}  "
+        f"best by {measure_of(sweep.objective, sweep.trials).title}: {best.label} {settings}  "
         f"({known_of(best, sweep.objective)})"
     )
     if sweep.has_own_objective and (sweep.directory / BEST_CONFIG).is_file():
@@ -112,15 +99,12 @@ def best_lines(sweep: Sweep) -> list[str]:
 
 def known_of(trial: Trial, objective: str) -> str:
     """The trial's value of the objective, and its memory: ``1,941 tokens/s, 4.60 GiB``."""
-    value, numbers = trial.value(objective), []
-    if value is not None:
-        text = shown_value(objective, value, trial)
-        unit = {"tokens_per_s": "tokens/s", "memory_gib": "GiB", "seconds": ""}.get(objective)
-        title = title_of(objective, [trial]) if unit is None else ""
-        numbers.append(f"{title} {text} {unit or ''}".strip())
-    if trial.memory_gib is not None and objective != "memory_gib":
-        numbers.append(f"{human.gib(trial.memory_gib)} GiB")
-    return ", ".join(numbers)
+    texts = []
+    for name in dict.fromkeys((objective, "memory_gib")):
+        value, measure = trial.value(name), measure_of(name, [trial])
+        if value is not None:
+            texts.append(measure.sentence.format(measure.shown(value)))
+    return ", ".join(texts)
 
 
 def experiment_command(sweep: Sweep) -> str:
@@ -128,28 +112,6 @@ def experiment_command(sweep: Sweep) -> str:
     config_dir = ["--config-dir", sweep.config_dir] if sweep.config_dir else []
     best = shorter_path(sweep.directory / BEST_CONFIG)
     return shlex.join(["python", "-m", "llmx", *config_dir, best])
-
-
-def title_of(objective: str, trials: Sequence[Trial]) -> str:
-    """An objective for a reader."""
-    if objective in TITLES:
-        return TITLES[objective]
-    name = objective.partition("/")[2]
-    return metrics_of(trials)[name].title if name in metrics_of(trials) else objective
-
-
-def shown_value(objective: str, value: float, trial: Trial) -> str:
-    """A value of an objective for a reader."""
-    if not math.isfinite(value):
-        return str(value)
-    if objective == "tokens_per_s":
-        return human.count(value)
-    if objective == "memory_gib":
-        return human.gib(value)
-    if objective == "seconds":
-        return human.duration(value)
-    name = objective.partition("/")[2]
-    return human.number(value) if name == "loss" else metric_of(name, trial.declared).shown(value)
 
 
 def settings_of(trial: Trial, names: Sequence[str]) -> str:
@@ -161,27 +123,18 @@ def settings_of(trial: Trial, names: Sequence[str]) -> str:
 
 def to_csv(trials: Sequence[Trial], *, directory: Path) -> str:
     """A line a trial, a column for each key of the sweep; numbers without rounding."""
-    names, metrics = axes(trials), metrics_of(trials)
+    names, numbers = axes(trials), measures(trials)
     same_as = ["same_as"] if any(trial.same_as is not None for trial in trials) else []
-    before = ["outcome", *same_as, "steps", "loss", "eval_loss"]
-    after = ["tokens_per_s", "memory_gib", "seconds"]
+    heads = [CSV_NAMES.get(name, name.removeprefix("eval/")) for name in numbers]
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["trial", *names, *before, *metrics, *after, "run_dir", "cause", "fix"])
+    writer.writerow(["trial", *names, "outcome", *same_as, *heads, "run_dir", "cause", "fix"])
     for trial in trials:
-        writer.writerow(
-            [
-                trial.index,
-                *(value_of(trial, name) for name in names),
-                trial.outcome or trial.state,
-                *(getattr(trial, name) for name in before[1:]),
-                *(trial.metrics.get(name) for name in metrics),
-                *(getattr(trial, name) for name in after),
-                _run_dir(trial, directory),
-                trial.cause,
-                trial.fix,
-            ]
-        )
+        settings = [value_of(trial, name) for name in names]
+        ending = [trial.outcome or trial.state, *(getattr(trial, name) for name in same_as)]
+        values = [trial.value(name) for name in numbers]
+        place = [_run_dir(trial, directory), trial.cause, trial.fix]
+        writer.writerow([trial.index, *settings, *ending, *values, *place])
     return stream.getvalue()
 
 
@@ -216,52 +169,67 @@ def _labels(trials: Sequence[Trial]) -> str:
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of numbers of the table."""
+class Measure:
+    """A number by which trials are compared, for a reader."""
 
     title: str
     better: Callable[[Any], Any] | None
     """``min``, ``max``, or None where neither is better."""
-    values: list[Any]
-    shown: Callable[[Any], str]
+    shown: Callable[[float], str]
+    sentence: str = "{}"
+    """The value with its unit or its name."""
+    head: str = ""
+    """The head of its column, where that is shorter than the title."""
+    unit: str = ""
+    """The unit of a bare number, where the title has none: ``%`` or ``s``."""
 
 
-def columns_of(trials: Sequence[Trial]) -> list[Column]:
-    """The columns of numbers; those that nobody has a number for are left out."""
-    columns = [
-        Column("steps", None, [t.steps for t in trials], lambda v: f"{v:,}"),
-        Column("loss", min, [t.loss for t in trials], human.number),
-        Column("eval loss", min, [t.eval_loss for t in trials], human.number),
-    ]
+def measures(trials: Sequence[Trial]) -> dict[str, Measure]:
+    """Objective -> what readers are shown of it, in the order of the columns."""
+    numbers = {
+        "steps": Measure("steps", None, "{:,}".format),
+        "train/loss": Measure("train loss", min, human.number, "train loss {}", "loss"),
+        "eval/loss": Measure("eval loss", min, human.number, "eval loss {}"),
+    }
     for name, metric in metrics_of(trials).items():
         better = {True: max, False: min, None: None}[metric.higher_is_better]
-        values = [trial.metrics.get(name) for trial in trials]
-        columns.append(Column(metric.title, better, values, metric.shown))
-    columns += [
-        Column("tokens/s", max, [t.tokens_per_s for t in trials], human.count),
-        Column("GiB", min, [t.memory_gib for t in trials], human.gib),
-        Column("time", None, [t.seconds for t in trials], human.duration),
-    ]
-    return [column for column in columns if any(value is not None for value in column.values)]
+        sentence = f"{metric.title} {{}}"
+        unit = "%" if metric.format == "percent" else ""
+        numbers[f"eval/{name}"] = Measure(metric.title, better, metric.shown, sentence, unit=unit)
+    return numbers | {
+        "tokens_per_s": Measure("tokens/s", max, human.count, "{} tokens/s"),
+        "memory_gib": Measure("peak memory (GiB)", min, human.gib, "{} GiB", "GiB"),
+        "seconds": Measure("time", None, human.duration, unit="s"),
+    }
+
+
+def measure_of(objective: str, trials: Sequence[Trial]) -> Measure:
+    """One of ``measures``, or a number of the ``train`` lines."""
+    name = objective.partition("/")[2]
+    declared = next((trial.declared for trial in trials if name in trial.declared), {})
+    other = Measure(objective, None, metric_of(name, declared).shown, f"{objective} {{}}")
+    return measures(trials).get(objective, other)
 
 
 def cells(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: index, settings, outcome, then the numbers, the best of each marked."""
-    names = axes(trials)
+    """Head and rows: index, settings, outcome, then the numbers that any trial has, the best of
+    each marked."""
+    heads, names = ["#", "trial", "outcome"], axes(trials)
     rows = [[str(t.index), settings_of(t, names), t.word] for t in trials]
-    columns = columns_of(trials)
-    for column in columns:
-        text_of, values = column.shown, column.values
+    for name, measure in measures(trials).items():
+        values = [trial.value(name) for trial in trials]
+        if all(value is None for value in values):
+            continue
+        heads.append(measure.head or measure.title)
+        texts = ["" if value is None else measure.shown(value) for value in values]
         good = [v for v, trial in zip(values, trials, strict=True) if trial.outcome == "ok"]
-        numbers = [value for value in good if value is not None]
-        finite = [value for value in numbers if value == value]
+        finite = [value for value in good if value is not None and value == value]
         # By what is shown: of two that read alike, neither is the better one.
-        is_ranked = column.better is not None and len({*map(text_of, finite)}) > 1
-        best = text_of(column.better(finite)) if is_ranked and column.better else None
-        for trial, row, value in zip(trials, rows, values, strict=True):
-            cell = "" if value is None else text_of(value)
-            row.append(f"{cell}{BEST}" if trial.outcome == "ok" and cell == best else cell)
-    return ["#", "trial", "outcome", *(column.title for column in columns)], rows
+        is_ranked = measure.better is not None and len({*map(measure.shown, finite)}) > 1
+        best = measure.shown(measure.better(finite)) if is_ranked and measure.better else None
+        for trial, row, text in zip(trials, rows, texts, strict=True):
+            row.append(f"{text}{BEST}" if trial.outcome == "ok" and text == best else text)
+    return heads, rows
 
 
 def metrics_of(trials: Sequence[Trial]) -> dict[str, Metric]:

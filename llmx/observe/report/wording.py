@@ -9,21 +9,21 @@ import math
 import shlex
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from llmx import text as human
-from llmx.config.accelerators import ACCELERATORS
-from llmx.observe.report.plan_table import seconds
 from llmx.observe.report.step_time import idle_text, steps_by_rank
 from llmx.observe.run import Run
-from llmx.observe.status.show import event_text
 from llmx.run.exported import generates_no_text
 from llmx.run.metrics import measured, metric_of
 from llmx.run.metrics.declared import is_number
-from llmx.run.metrics.lines import step_of
+from llmx.run.metrics.lines import Record, step_of
 from llmx.text import plural
 
 SHOWN_ATTEMPTS = 4
+LONGEST_CAUSE = 54
+"""Characters of the cause of an attempt's end."""
+MAX_COUNTS = 16
+"""Ranks whose samples are listed."""
 TRACEBACK_LINES = 12
 WAITS_OTHERWISE = 0.2
 """Difference of the part of a step in which ranks wait for samples from the plan's, beyond which
@@ -32,63 +32,52 @@ IDLE_MATTERS = 0.1
 """Part of the ranks' computing time."""
 
 
-@dataclass(frozen=True)
-class Headline:
-    """The end of a run in one line, with its cause and the fix."""
-
-    state: str
-    """``ok``, ``failed`` or ``open`` (no result yet)."""
-    line: str
-    """Without the name of the run."""
-    cause: str = ""
-    fix: str = ""
-
-    @property
-    def reasons(self) -> list[tuple[str, str]]:
-        """Cause and fix as rows, as far as they are known."""
-        rows = (("cause", self.cause), ("fix", self.fix))
-        return [(name, text) for name, text in rows if text]
-
-
-def headline(run: Run) -> Headline:
-    """Say how the run ended, after how many steps and how long, or that it goes on."""
+def headline(run: Run) -> tuple[str, str]:
+    """Whether the run ended well (``ok``, ``failed``, or ``open`` without a result yet), and one
+    line without its name: how it ended, after how many steps and how long."""
     # The last steps before an end are not all logged; a checkpoint tells of them.
     count = max(run.summary.get("steps", 0), run.summary.get("last_checkpoint", 0))
     total = run.summary.get("total_steps")
-    of = f"{count:,} of {total:,} steps" if total not in (None, 0, count) else ""
-    of = of or plural(count, "step")
+    steps = plural(count, "step")
+    if total not in (None, 0, count):
+        steps = f"{count:,} of {total:,} steps"
     if not run.result and not run.was_started:
-        return Headline("open", "planned, not started")
+        return "open", "planned, not started"
     if not run.result:
         last = max((record.get("time") or 0.0 for record in run.records), default=0.0)
         ago = f", last line {human.duration(max(0.0, run.now - last))} ago" if last else ""
-        return Headline("open", f"no result.json yet ({of}{ago})")
+        return "open", f"no result.json yet ({steps}{ago})"
     took_s = (run.result.get("ended") or 0.0) - (run.result.get("started") or 0.0)
     took = f" in {human.duration(took_s)}" if took_s > 0 else ""
     if took and run.resumed_at is not None:
         took = f" (resumed at step {run.resumed_at:,}, {human.duration(took_s)} since)"
     outcome = run.result.get("outcome", "crash")
     if outcome == "ok":
-        return Headline("ok", f"trained {of}{took}")
+        return "ok", f"trained {steps}{took}"
     rank, host = run.result.get("failed_rank"), run.result.get("host")
     where = [] if rank is None else [f"rank {rank}"]
     where += [host] if host else []
     at = f" ({', '.join(where)})" if where else ""
-    # The command that resumes an interrupted run is among the places.
-    fix = run.result.get("other_fix" if outcome == "interrupted" else "fix") or ""
     word = outcome if outcome == "interrupted" else f"failed ({outcome})"
-    return Headline(
-        "failed",
-        f"{word} after {of}{took}{at}",
-        cause=run.result.get("cause") or "",
-        fix=fix,
-    )
+    return "failed", f"{word} after {steps}{took}{at}"
+
+
+def reasons(run: Run) -> list[tuple[str, str]]:
+    """Cause and fix of a run that did not end well, as far as they are known."""
+    outcome = run.result.get("outcome", "crash")
+    if not run.result or outcome == "ok":
+        return []
+    # The command that resumes an interrupted run is among the places.
+    fix = run.result.get("other_fix" if outcome == "interrupted" else "fix")
+    rows = (("cause", run.result.get("cause")), ("fix", fix))
+    return [(name, text) for name, text in rows if text]
 
 
 def summary_rows(run: Run, *, is_brief: bool = False) -> list[tuple[str, str]]:
     """Name and value of loss, evaluation, speed, time, memory and size, as far as they are known.
 
-    ``is_brief``: for a terminal; no prediction, and idle time only where it matters.
+    ``is_brief``: for a terminal, with the causes of attempts; without a prediction, and idle time
+    only where it matters.
     """
     values, rows = run.summary, []
     if "first_loss" in values:
@@ -101,17 +90,15 @@ def summary_rows(run: Run, *, is_brief: bool = False) -> list[tuple[str, str]]:
         rows.append(("train loss", f"{text})"))
     if "final_eval_loss" in values:
         first, last = values["first_eval_loss"], values["final_eval_loss"]
-        text = human.number(last) if len(run.evals) == 1 else f"{human.number(first)} → "
-        text += human.number(last) if len(run.evals) > 1 else ""
+        losses = [first, last] if len(run.evals) > 1 else [last]
+        text = " → ".join(map(human.number, losses))
         if values["best_eval_loss"] < last:
             text += f"   (best {human.number(values['best_eval_loss'])}"
             text += f" at step {values['best_eval_step']:,})"
         rows.append(("eval loss", text))
     rows += _metrics(run)
     if "tokens_per_s" in values:
-        text = f"{human.count(values['tokens_per_s'])} tokens/s"
-        text += f", MFU {human.percent(values['mfu'])}" if "mfu" in values else ""
-        rows.append(("speed", text))
+        rows.append(("speed", _speed(run)))
     if not is_brief and (text := predicted(run)):
         rows.append(("predicted", text))
     steps_of_ranks = steps_by_rank(run)
@@ -126,19 +113,19 @@ def summary_rows(run: Run, *, is_brief: bool = False) -> list[tuple[str, str]]:
         if run.resumed_at is not None:
             text += f"   (since the resume at step {run.resumed_at:,})"
         rows.append(("time", text))
-    if len(run.attempts) > 1:
-        ends = [
-            f"{line.get('outcome')} "
-            + (f"at step {line['last_step']:,}" if line.get("last_step") else "before training")
-            for line in run.attempts
-            if line.get("outcome") != "ok"
-        ]
+    if len(run.attempts) > 1 or run.restarts:
+        length = LONGEST_CAUSE if is_brief else 0
+        ends = [_attempt(line, length) for line in run.attempts if line.get("outcome") != "ok"]
         # Of many, the last few: those that a reader asks about.
         before = "..., " if len(ends) > SHOWN_ATTEMPTS else ""
         newest = before + ", ".join(ends[-SHOWN_ATTEMPTS:])
-        rows.append(("attempts", f"{len(run.attempts)}" + (f"   ({newest})" if ends else "")))
-    if "memory_gib_max" in values:
-        text = f"{human.gib(values['memory_gib_max'])} GiB on the fullest rank"
+        rows.append(("attempts", f"{len(run.attempts)} ended" + (f"   ({newest})" if ends else "")))
+    measured_gib = [line["memory_gib"] for line in run.train if line.get("memory_gib")]
+    if measured_gib:
+        peaks: list[float] = measured_gib[-1]
+        text = f"{human.gib(max(peaks))} GiB on the fullest rank"
+        if len(peaks) > 1:
+            text += f" ({peaks.index(max(peaks))}), {human.gib(min(peaks))} on the emptiest"
         rows.append(("peak memory", text))
     if values.get("num_parameters") or values.get("tokens"):
         size = values.get("num_trained") or values.get("num_parameters")
@@ -152,9 +139,32 @@ def summary_rows(run: Run, *, is_brief: bool = False) -> list[tuple[str, str]]:
     return rows
 
 
+def _speed(run: Run) -> str:
+    """The speed now of a run that goes on; of one that has ended, that of the whole run."""
+    values = run.last if run.is_live else run.summary
+    parts = [f"{human.count(values.get('tokens_per_s') or 0.0)} tokens/s"]
+    if values.get("mfu") is not None:
+        parts.append(f"MFU {human.percent(values['mfu'])}")
+    if run.is_live and run.step_time_s:
+        parts.append(f"{run.step_time_s:.3g} s a step")
+    if run.is_live and run.waited_for_data is not None:
+        parts.append(f"{run.waited_for_data:.1%} waiting for data")
+    return ", ".join(parts)
+
+
+def _attempt(line: Record, length: int) -> str:
+    """The end of an attempt: outcome, step, and so many characters of the cause."""
+    at = f"at step {line['last_step']:,}" if line.get("last_step") else "before training"
+    cause = human.one_line(line.get("cause") or "", limit=length) if length else ""
+    return f"{line.get('outcome')} {at}" + (f": {cause}" if cause else "")
+
+
 def predicted(run: Run) -> str:
     """Time of a step and memory as the plan had them, against what was measured; empty where one
     of both is missing. On CPUs the process is measured, and not what its tensors take."""
+    from llmx.config.accelerators import ACCELERATORS
+    from llmx.observe.report.plan_table import seconds
+
     parts = []
     foreseen = (run.plan.get("time") or {}).get("step_s") or 0.0
     paces = [line["step_time_s"] for line in run.train if line.get("step_time_s")]
@@ -251,12 +261,12 @@ def locations(run: Run) -> list[tuple[str, str]]:
     model = run.dir.final_model
     if model.exists() and not generates_no_text(model):
         rows.append(("try it", _try_it(run)))
-    here = shlex.quote(str(run.dir.root))
+    root = shlex.quote(str(run.dir.root))
     if not run.was_started:
-        return [*rows, ("start", f"python -m llmx resume {here}")]
+        return [*rows, ("start", f"python -m llmx resume {root}")]
     if run.result and run.result.get("outcome") != "ok":
-        rows.append(("resume", f"python -m llmx resume {here}"))
-    rows.append(("reproduce", f"python -m llmx reproduce {here}"))
+        rows.append(("resume", f"python -m llmx resume {root}"))
+    rows.append(("reproduce", f"python -m llmx reproduce {root}"))
     return rows
 
 
@@ -277,6 +287,44 @@ def warnings(run: Run) -> list[str]:
         if status.get("state") == "failed"
     ]
     return [*run.warnings, *failed]
+
+
+EVENTS = {
+    "resumed": "resumed from step {step:,}, attempt {attempt}",
+    "damaged": "The checkpoint of step {checkpoint:,} is damaged: {reason}",
+    "save_failed": "The checkpoint of step {step:,} could not be saved: {reason}",
+    "passed_over": "No checkpoint at step {step:,}: the one before was still being written.",
+    "early_stopped": "Training ended early at step {step:,}: {reason}.",
+    "straggler": "Rank {rank} ({host}) computed {factor} times as long as the others for its "
+    "share, at step {step:,}.",
+}
+
+
+def event_text(event: Record) -> str:
+    """An ``event`` line of ``metrics.jsonl`` in words."""
+    kind, step = str(event.get("event")), event.get("step") or 0
+    if kind in EVENTS:
+        unknown = dict.fromkeys(("reason", "rank", "host", "factor"))
+        values = {key: value for key, value in event.items() if value is not None}
+        return EVENTS[kind].format_map(
+            {**unknown, "step": 0, "checkpoint": 0, "attempt": "?", **values}
+        )
+    if kind == "saved":
+        stall = event.get("stall_s")
+        pause = "" if stall is None else f", training paused for {stall:.2g} s"
+        return f"saved step {step:,}{pause}"
+    if kind == "rebalanced":
+        counts = [str(sum(sizes)) for sizes in event.get("sizes") or ()]
+        omission = ", ..." if len(counts) > MAX_COUNTS else ""
+        return (
+            f"Samples were redistributed after step {step:,} (batch.rebalance), by rank: "
+            f"{', '.join(counts[:MAX_COUNTS])}{omission}."
+        )
+    if kind == "skipped":
+        first, end = event.get("samples") or (0, 0)
+        samples = human.plural(end - first, "sample")
+        return f"Step {step:,} was not trained: training diverged there ({samples})."
+    return f"{kind.replace('_', ' ')} step {step:,}"
 
 
 def events(run: Run) -> list[str]:

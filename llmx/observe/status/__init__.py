@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
                 _print_json(run.facts())
                 return 0
             console = open_console(sys.stdout)
-            console.print(show.panel(run, plain=is_plain(console)))
+            console.print(show.panel(run, is_plain(console)))
             return 1 if run.state in ("failed", "dead") else 0
         runs, num_runs = source.runs(10**6 if options.all else SHOWN)
         if options.json:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmx import text as human
+from llmx.observe.report.wording import event_text, summary_rows
 from llmx.observe.run import FINAL, LIVE, SILENT_S, Run, duration_text
 from llmx.run.metrics import measured, metric_of
 from llmx.run.metrics.lines import Record
@@ -26,16 +27,13 @@ STYLES = {
 }
 BLOCKS = "▁▂▃▄▅▆▇█"
 PLAIN_BLOCKS = ".:-=+*#@"
-SHOWN_RESTARTS = 4
 SHOWN_EVENTS = 4
-MAX_COUNTS = 16
-"""Ranks whose samples are listed."""
 WIDTH = 44
 """Columns of the loss curve."""
 Rows = list[tuple[str, str]]
 
 
-def panel(run: Run, *, plain: bool = False) -> Group:
+def panel(run: Run, plain: bool = False) -> Group:
     """Everything about one run: its state, progress, numbers, hosts and events. ``plain``: ASCII
     only."""
     from rich.console import Group
@@ -50,16 +48,15 @@ def panel(run: Run, *, plain: bool = False) -> Group:
     head = Text.assemble((f"{mark}{run.state}", style), "  ", (run.name, "bold"))
     if run.took_s is not None:
         head.append(f"  {duration_text(run.took_s)}", style="dim")
+    curve = sparkline([loss for _, loss in run.losses], plain=plain)
     metrics = ", ".join(shown_metrics(run, run.last))
-    figures = [
-        ("loss", _loss(run, plain)),
-        ("metrics", metrics),
-        ("eval", _evaluation(run)),
-        ("speed", _speed(run)),
-        ("memory", _memory(run)),
+    rows = [
+        *progress_rows(run, plain=plain),
+        *_known([("curve", curve), ("metrics", metrics)]),
+        *summary_rows(run, is_brief=True),
+        *activity_rows(run),
+        ("run", str(run.path)),
     ]
-    rows = [*progress_rows(run, plain=plain), *_known(figures), *activity_rows(run)]
-    rows.append(("run", str(run.path)))
     if run.dir.report.exists() and run.state in FINAL:
         rows.append(("report", f"{run.path}/report.html"))
     return Group(Text(""), head, pairs_table(rows))
@@ -72,12 +69,12 @@ def progress_rows(run: Run, *, plain: bool = False) -> Rows:
 
 
 def activity_rows(run: Run) -> Rows:
-    """Name and value of checkpoints, restarts, hosts and events."""
+    """Name and value of checkpoints, hosts and events."""
     newest = [
         f"{_clock(record.get('time'))} {human.one_line(event_text(record), limit=76)}"
         for record in run.events[-SHOWN_EVENTS:]
     ]
-    rows = [("saved", _saved(run)), ("restarts", _restarts(run)), *host_rows(run)]
+    rows = [("saved", _saved(run)), *host_rows(run)]
     rows += [("events", "\n".join(newest)), ("damaged", "\n".join(run.damage))]
     return _known(rows)
 
@@ -112,20 +109,6 @@ def _progress(run: Run, plain: bool) -> str:
     return text
 
 
-def _loss(run: Run, plain: bool) -> str:
-    loss, losses = run.last.get("loss"), [loss for _, loss in run.losses]
-    if loss is None and not run.is_lost:
-        return ""
-    last = "not finite" if loss is None else human.number(loss)
-    began = "" if losses[0] is None else f"   from {human.number(losses[0])}"
-    return f"{last}   {sparkline(losses, plain=plain)}{began}"
-
-
-def _evaluation(run: Run) -> str:
-    parts = evaluated(run)
-    return f"{', '.join(parts)} at step {run.evals[-1].get('step') or 0:,}" if parts else ""
-
-
 def evaluated(run: Run) -> list[str]:
     """The loss and every metric of the last evaluation, in words."""
     if not run.evals:
@@ -133,30 +116,6 @@ def evaluated(run: Run) -> list[str]:
     loss = run.evals[-1].get("loss")
     parts = [] if loss is None else [f"loss {human.number(loss)}"]
     return [*parts, *shown_metrics(run, run.evals[-1])]
-
-
-def _speed(run: Run) -> str:
-    last = run.last
-    if last.get("tokens_per_s") is None:
-        return ""
-    parts = [f"{human.count(last['tokens_per_s'])} tokens/s"]
-    if last.get("mfu") is not None:
-        parts.append(f"MFU {human.percent(last['mfu'])}")
-    if run.step_time_s:
-        parts.append(f"{run.step_time_s:.3g} s a step")
-    if run.waited_for_data is not None:
-        parts.append(f"{run.waited_for_data:.1%} waiting for data")
-    return ", ".join(parts)
-
-
-def _memory(run: Run) -> str:
-    peaks = run.last.get("memory_gib")
-    if not peaks:
-        return ""
-    text = f"{human.gib(max(peaks))} GiB at most"
-    if len(peaks) > 1:
-        text += f" (rank {peaks.index(max(peaks))}), {human.gib(min(peaks))} at least"
-    return text
 
 
 def _saved(run: Run) -> str:
@@ -177,18 +136,6 @@ def _saved(run: Run) -> str:
     if run.is_live and free is not None and free < 4 * newest.get("bytes", 0):
         parts.append(f"only {human.size(free)} of disk left")
     return "; ".join(parts)
-
-
-def _restarts(run: Run) -> str:
-    if not run.restarts:
-        return ""
-    lines = [str(len(run.restarts))]
-    for line in run.restarts[-SHOWN_RESTARTS:]:
-        step = line.get("last_step")
-        at = f" at step {step:,}" if isinstance(step, int) else ""
-        cause = human.one_line(str(line.get("cause") or ""), limit=54)
-        lines.append(f"{_clock(line.get('ended'))} {line.get('outcome')}{at}: {cause}")
-    return "\n".join(lines)
 
 
 def host_rows(run: Run) -> Rows:
@@ -236,42 +183,6 @@ def _numbers(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks))}"
 
 
-def event_text(event: Record) -> str:
-    """An ``event`` line of ``metrics.jsonl`` in words."""
-    kind, step, reason = event.get("event"), event.get("step") or 0, event.get("reason")
-    if kind == "saved":
-        stall = event.get("stall_s")
-        pause = "" if stall is None else f", training paused for {stall:.2g} s"
-        return f"saved step {step:,}{pause}"
-    if kind == "resumed":
-        return f"resumed from step {step:,}, attempt {event.get('attempt', '?')}"
-    if kind == "damaged":
-        return f"The checkpoint of step {event.get('checkpoint') or 0:,} is damaged: {reason}"
-    if kind == "save_failed":
-        return f"The checkpoint of step {step:,} could not be saved: {reason}"
-    if kind == "passed_over":
-        return f"No checkpoint at step {step:,}: the one before was still being written."
-    if kind == "early_stopped":
-        return f"Training ended early at step {step:,}: {reason}."
-    if kind == "straggler":
-        rank = f"Rank {event.get('rank')} ({event.get('host')})"
-        times = f"{event.get('factor')} times as long as the others"
-        return f"{rank} computed {times} for its share, at step {step:,}."
-    if kind == "rebalanced":
-        counts = [str(sum(sizes)) for sizes in event.get("sizes") or ()]
-        if len(counts) > MAX_COUNTS:
-            counts = [*counts[:MAX_COUNTS], "..."]
-        listed = ", ".join(counts)
-        return (
-            f"Samples were redistributed after step {step:,} (batch.rebalance), by rank: {listed}."
-        )
-    if kind == "skipped":
-        first, end = event.get("samples") or (0, 0)
-        samples = human.plural(end - first, "sample")
-        return f"Step {step:,} was not trained: training diverged there ({samples})."
-    return f"{str(kind).replace('_', ' ')} step {step:,}"
-
-
 def table(runs: Sequence[Run], *, num_runs: int) -> list[Text]:
     """Two lines per run, its numbers and its path: live runs first, then the newest."""
     from rich.text import Text
@@ -303,40 +214,31 @@ def cells_of(run: Run) -> tuple[str, str, str, str, str]:
     """State, step, loss, tokens per second, and the time that is left or else that it took."""
     step = "" if run.step is None else f"{run.step:,}"
     took = "" if run.took_s is None else duration_text(run.took_s)
-    speed = run.last.get("tokens_per_s")
+    loss, speed = run.last.get("loss"), run.last.get("tokens_per_s")
+    loss_text = "" if loss is None else human.number(loss)
     return (
         run.state,
         f"{step}/{run.total:,}" if step and run.total else step,
-        short_loss(run),
+        "nan" if run.is_lost else loss_text,
         "" if speed is None else human.count(speed),
         took if run.left_s is None else f"{duration_text(run.left_s)} left",
     )
 
 
-def short_loss(run: Run) -> str:
-    """The last logged loss in a few digits."""
-    if run.is_lost:
-        return "nan"
-    loss = run.last.get("loss")
-    return "" if loss is None else human.number(loss)
-
-
 def plain_line(run: Run) -> str:
     """One line for a log file: the state, and what is known of the last logged step."""
-    parts = [_clock(time.time()), run.state]
-    if run.step is not None:
-        parts.append(f"step {run.step}/{run.total}" if run.total else f"step {run.step}")
-    if loss := short_loss(run):
-        parts.append(f"loss {loss}")
-    if run.last.get("tokens_per_s") is not None and run.is_live:
-        parts.append(f"{human.count(run.last['tokens_per_s'])} tokens/s")
-    if run.left_s is not None:
-        parts.append(f"{duration_text(run.left_s)} left")
-    if run.restarts:
-        parts.append(f"{len(run.restarts)} restarts")
-    if why := "; ".join(text for text in (run.standing.why, run.standing.fix) if text):
-        parts.append(why)
-    return "  ".join(parts)
+    state, step, loss, speed, time_text = cells_of(run)
+    parts = [
+        _clock(time.time()),
+        state,
+        f"step {step}" if step else "",
+        f"loss {loss}" if loss else "",
+        f"{speed} tokens/s" if speed and run.is_live else "",
+        "" if run.left_s is None else time_text,
+        f"{len(run.restarts)} restarts" if run.restarts else "",
+        "; ".join(filter(None, [run.standing.why, run.standing.fix])),
+    ]
+    return "  ".join(filter(None, parts))
 
 
 def sparkline(values: list[float | None], *, plain: bool = False, width: int = WIDTH) -> str:

@@ -6,22 +6,23 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import json
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmx import text as human
-from llmx.observe.mirror import RunLocation
-from llmx.observe.page import plain
-from llmx.observe.report.screen import is_plain, open_console
+from llmx.observe.page import block, plain, table
+from llmx.observe.report.screen import is_plain, open_console, rendered
 from llmx.observe.report.sweep_data import SweepReader, axes
-from llmx.observe.report.sweep_table import known_of, settings_of
-from llmx.observe.run import Run, duration_text, is_alive, is_run
+from llmx.observe.report.sweep_table import best_and_command, failures, settings_of
+from llmx.observe.run import Run, duration_text, is_alive, is_run, modified
+from llmx.observe.source import RunLocation
 from llmx.run.sweepdir import (
     FILE,
     NOT_RUN,
@@ -84,95 +85,79 @@ class Snapshot:
 
     @cached_property
     def left_s(self) -> float | None:
-        """Seconds until the last trial ends; None where no trial has ended that could tell."""
-        trials = self.sweep.trials
-        at_once = _at_once(trials)
-        return _left_s(trials, self.running, self.waiting, at_once=at_once, now=self.now)
+        """Seconds until the last trial ends, where each waiting one begins as a running one ends;
+        None where no trial has ended that could tell."""
+        times = [took for trial in self.sweep.trials if (took := _took(trial)) is not None]
+        if not self.running and not self.waiting:
+            return 0.0
+        if not times:
+            return None
+        mean, at_once = sum(times) / len(times), len(self.running) or _most_at_once(self.sweep)
+        begins = [trial.started or self.now for trial in self.running]
+        ends = [max(0.0, mean - (self.now - begin)) for begin in begins] or [0.0] * at_once
+        heapq.heapify(ends)
+        for _ in range(self.waiting):
+            heapq.heapreplace(ends, ends[0] + mean)
+        return max(ends)
 
-    def counts(self) -> list[tuple[str, str]]:
-        """Text and style of each count that is not 0."""
+    def counts(self) -> str:
+        """The counts that are not 0, and the time that is left."""
 
         def count(*outcomes: str) -> int:
             return sum(trial.outcome in outcomes for trial in self.sweep.trials)
 
-        kinds = [
-            (count(*WELL), "done", "green"),
-            (len(self.running), "running", "cyan"),
-            (len(self.failed), "failed", "bold red"),
-            (count("pruned"), "pruned", "yellow"),
-            (count("same"), "the same as another", "dim"),
-            (count(STOPPED), "stopped", "dim"),
-            (self.waiting, "left", ""),
-        ]
-        counts = [(f"{number} {word}", style) for number, word, style in kinds if number]
+        kinds = {
+            "done": count(*WELL),
+            "running": len(self.running),
+            "failed": len(self.failed),
+            "pruned": count("pruned"),
+            "the same as another": count("same"),
+            "stopped": count(STOPPED),
+            "left": self.waiting,
+        }
+        counts = [f"{number} {word}" for word, number in kinds.items() if number]
         if self.left_s is not None and (self.running or self.waiting):
             done = time.strftime("%a %H:%M", time.localtime(self.now + self.left_s))
-            counts.append((f"{human.duration(self.left_s)} to go (done {done})", "bold"))
-        return counts or [("no trial yet", "dim")]
-
-    def best_line(self) -> str:
-        """The best trial so far, what it is and what it measured; empty without one."""
-        best, names = self.sweep.best, axes(self.sweep.trials)
-        if best is None:
-            return ""
-        measured = known_of(best, self.sweep.objective)
-        return f"best: {best.label} {settings_of(best, names)}  ({measured})"
+            counts.append(f"{human.duration(self.left_s)} to go (done {done})")
+        return ", ".join(counts) or "no trial yet"
 
     def line(self) -> str:
         """One line for a log file: the counts, what is left, the best so far."""
-        counts = ", ".join(text for text, _ in self.counts())
-        parts = [f"{self.done}/{plural(len(self.sweep.trials), 'trial')}", counts, self.best_line()]
-        return "  ".join(filter(None, parts))
+        done = f"{self.done}/{plural(len(self.sweep.trials), 'trial')}"
+        return "  ".join(filter(None, [done, self.counts(), best_and_command(self.sweep)[0]]))
 
     def panel(self, plain: bool = False) -> Group:
         """The picture for a terminal; ``plain``: ASCII only."""
         from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
 
         names, total = axes(self.sweep.trials), len(self.sweep.trials)
         full, empty = ("#", ".") if plain else ("━", "─")
         size = BAR * self.done // max(1, total)
         bar = f"{self.done} of {plural(total, 'trial')}  {full * size}{empty * (BAR - size)}"
-        counts = Text(", ").join(Text(text, style) for text, style in self.counts())
-        parts: list[Text | Table] = [
-            Text(""),
-            Text.assemble((shorter_path(self.sweep.directory), "bold"), "  ", bar),
-            Text("  ").append_text(counts),
+        running = [
+            (trial.label, f"{settings_of(trial, names)}  {_progress(trial, self.now)}")
+            for trial in self.running[:SHOWN_RUNNING]
         ]
-        if self.note:
-            parts.append(Text(f"  {self.note}", style="bold yellow"))
-        if self.running:
-            grid = Table.grid(padding=(0, 2))
-            grid.add_column(no_wrap=True, style="cyan")
-            grid.add_column(overflow="fold")
-            for _ in range(3):
-                grid.add_column(no_wrap=True, justify="right")
-            for trial in self.running[:SHOWN_RUNNING]:
-                grid.add_row(*map(Text, _running(trial, names, now=self.now)))
-            parts += [Text(""), grid]
-            if len(self.running) > SHOWN_RUNNING:
-                parts.append(Text(f"  and {len(self.running) - SHOWN_RUNNING} more", style="dim"))
-        below = [Text(f"  {line}", style="red") for line in self._failures(names)]
-        if best := self.best_line():
-            below.append(Text(f"  {best}", style="bold"))
-        return Group(*parts, *([Text("")] if below else []), *below)
-
-    def _failures(self, names: Sequence[str]) -> Iterator[str]:
-        if len(self.failed) > SHOWN_FAILED:
-            yield f"and {len(self.failed) - SHOWN_FAILED} earlier failures"
-        for trial in self.failed[-SHOWN_FAILED:]:
-            cause = human.one_line(trial.cause, limit=100)
-            line = f"{trial.label} {settings_of(trial, names)}: {trial.outcome}"
-            yield f"{line}: {cause}" if cause else line
+        omitted = len(self.running) - SHOWN_RUNNING
+        notes = [self.note] if self.note else []
+        blocks = [
+            block("heading", f"{shorter_path(self.sweep.directory)}  {bar}"),
+            block("text", f"  {self.counts()}"),
+            table(running),
+            block("text", f"  and {omitted} more" if omitted > 0 else ""),
+            block("list", [*notes, *failures(self.failed)[-SHOWN_FAILED:]]),
+            block("heading", best_and_command(self.sweep)[0]),
+        ]
+        return Group(*rendered(blocks, is_blank=False))
 
 
-def _running(trial: Trial, names: Sequence[str], *, now: float) -> list[str]:
-    step = "" if trial.steps is None else f"step {trial.steps:,}"
-    step += f"/{trial.total_steps:,}" if step and trial.total_steps else ""
+def _progress(trial: Trial, now: float) -> str:
+    """The step of a trial that runs, its speed, and the time since its start."""
+    step = "starting" if trial.steps is None else f"step {trial.steps:,}"
+    step += f"/{trial.total_steps:,}" if trial.steps is not None and trial.total_steps else ""
     speed = "" if trial.tokens_per_s is None else f"{human.count(trial.tokens_per_s)} tokens/s"
     took = "" if not trial.started else human.duration(max(0.0, now - trial.started))
-    return [f"  {trial.label}", settings_of(trial, names), step or "starting", speed, took]
+    return ", ".join(filter(None, [step, speed, took]))
 
 
 def _took(trial: Trial) -> float | None:
@@ -184,38 +169,13 @@ def _took(trial: Trial) -> float | None:
     return trial.seconds
 
 
-def _at_once(trials: Sequence[Trial]) -> int:
-    """The number that runs; between two trials, the most that ran at the same time."""
-    running = sum(trial.state == RUNNING for trial in trials)
-    if running:
-        return running
+def _most_at_once(sweep: Sweep) -> int:
+    """The most trials that ran at the same time."""
     changes = []
-    for trial in trials:
-        if trial.started and _took(trial) and trial.ended:
+    for trial in sweep.trials:
+        if trial.started and trial.ended and _took(trial):
             changes += [(trial.started, 1), (trial.ended, -1)]
-    count = peak = 0
-    for _, change in sorted(changes):
-        count += change
-        peak = max(peak, count)
-    return max(1, peak)
-
-
-def _left_s(
-    trials: Sequence[Trial], running: Sequence[Trial], waiting: int, *, at_once: int, now: float
-) -> float | None:
-    """The waiting trials go, one after another, where a running one ends first."""
-    if not running and not waiting:
-        return 0.0
-    times = [took for trial in trials if (took := _took(trial)) is not None]
-    if not times:
-        return None
-    mean = sum(times) / len(times)
-    ends = [max(0.0, mean - (now - trial.started)) if trial.started else mean for trial in running]
-    ends = (ends + [0.0] * at_once)[: max(at_once, len(running))]
-    heapq.heapify(ends)
-    for _ in range(waiting):
-        heapq.heapreplace(ends, ends[0] + mean)
-    return max(ends)
+    return max([1, *itertools.accumulate(change for _, change in sorted(changes))])
 
 
 def is_here(location: RunLocation) -> bool:
@@ -246,7 +206,7 @@ def look(reader: SweepReader) -> Snapshot:
 
 def _silent_s(sweep: Sweep, now: float) -> float | None:
     """Seconds since the last sign of life of a sweep that runs no more; None while it runs."""
-    newest = _mtime(sweep.directory / FILE)
+    newest = modified(sweep.directory / FILE) or 0.0
     alive = is_alive({"pid": sweep.pid, "host": sweep.host})
     if alive:
         return None
@@ -254,16 +214,10 @@ def _silent_s(sweep: Sweep, now: float) -> float | None:
         if trial.state == RUNNING and trial.run_dir.is_dir():
             if Run(trial.run_dir, is_brief=True).is_live:
                 return None
-            newest = max(newest, _mtime(trial.run_dir / "metrics.jsonl"), _mtime(trial.run_dir))
+            files = (trial.run_dir / "metrics.jsonl", trial.run_dir)
+            newest = max(newest, *(modified(path) or 0.0 for path in files))
     silent_s = max(0.0, now - newest)
     return silent_s if alive is False or silent_s > SILENT_S else None
-
-
-def _mtime(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def status(path: str, *, as_json: bool) -> int:
@@ -275,9 +229,8 @@ def status(path: str, *, as_json: bool) -> int:
     console = open_console(sys.stdout)
     console.print(snapshot.panel(is_plain(console)))
     if snapshot.is_over:
-        console.print(
-            f"\n  the table and the page: python -m llmx report {shorter_path(Path(path))}"
-        )
+        command = f"python -m llmx report {shorter_path(Path(path))}"
+        console.print(f"\n  the table and the page: {command}")
     return snapshot.code
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,97 +126,54 @@ class MetricsTail:
         return num_same
 
 
-class Summary:
-    """Numbers of a whole run: first and last loss, best evaluation, speed.
+OF_START = ("total_steps", "num_parameters", "num_trained", "world_size")
 
-    ``add`` takes the records in order; ``values`` gives the numbers that are known, for the
-    summary of a tracker and the table of the report.
-    """
 
-    def __init__(self) -> None:
-        self._values: dict[str, Any] = {}
-        self._tokens_per_s: list[float] = []
-        self._mfu: list[float] = []
-        self._memory_gib = 0.0
-        self._first_time = self._last_time = 0.0
-
-    def add(self, record: Record) -> None:
-        kind = record.get("kind")
-        if kind in ("start", "train", "eval", "end"):
-            now = record.get("time") or 0.0
-            self._first_time = self._first_time or now
-            self._last_time = max(self._last_time, now)
-        if kind == "start":
-            for key in ("total_steps", "num_parameters", "num_trained", "world_size"):
-                if record.get(key) is not None:
-                    self._values[key] = record[key]
-        elif kind == "train":
-            self._train(record)
-        elif kind == "eval":
-            self._eval(record)
-        elif kind == "event":
-            self._event(record)
-
-    def _event(self, record: Record) -> None:
-        event = record.get("event")
-        if event == "resumed":
-            self._values["restarts"] = self._values.get("restarts", 0) + 1
-            self._values["resumed_from"] = step_of(record)
-            if record.get("total_steps") is not None:
-                self._values["total_steps"] = record["total_steps"]
-        elif event == "saved":
-            self._values["checkpoints"] = self._values.get("checkpoints", 0) + 1
-            self._values["last_checkpoint"] = step_of(record)
-
-    def _train(self, record: Record) -> None:
-        loss = record.get("loss")
-        if loss is not None:
-            self._values.setdefault("first_loss", loss)
-            self._values["final_loss"] = loss
+def summary(records: Sequence[Record], result: Record | None = None) -> dict[str, Any]:
+    """Numbers of a whole run, as far as they are known: first and last loss, best evaluation,
+    speed; with outcome, cause and fix of ``result.json``."""
+    kinds = ("start", "train", "eval", "event")
+    starts, train, evals, events = ([r for r in records if r.get("kind") == k] for k in kinds)
+    resumed = [event for event in events if event.get("event") == "resumed"]
+    saved = [event for event in events if event.get("event") == "saved"]
+    values: dict[str, Any] = {}
+    for record in (*starts, *resumed):
+        values |= {key: record[key] for key in OF_START if record.get(key) is not None}
+    if resumed:
+        values |= {"restarts": len(resumed), "resumed_from": step_of(resumed[-1])}
+    if saved:
+        values |= {"checkpoints": len(saved), "last_checkpoint": step_of(saved[-1])}
+    for record in train:
+        values["steps"] = step_of(record)
+        if record.get("loss") is not None:
+            values.setdefault("first_loss", record["loss"])
+            values["final_loss"] = record["loss"]
         elif record.get("nonfinite"):
-            self._values["final_loss"] = math.nan
-        self._values["steps"] = step_of(record)
-        for key in ("samples", "tokens", "epoch"):
-            if record.get(key) is not None:
-                self._values[key] = record[key]
-        if record.get("tokens_per_s") is not None:
-            self._tokens_per_s.append(record["tokens_per_s"])
-        if record.get("mfu") is not None:
-            self._mfu.append(record["mfu"])
-        self._memory_gib = max([self._memory_gib, *(record.get("memory_gib") or [])])
-
-    def _eval(self, record: Record) -> None:
-        loss = record.get("loss")
-        if loss is not None:
-            self._values.setdefault("first_eval_loss", loss)
-            self._values["final_eval_loss"] = loss
-            best = self._values.get("best_eval_loss")
-            if best is None or loss < best:
-                self._values["best_eval_loss"] = loss
-                self._values["best_eval_step"] = step_of(record)
+            values["final_loss"] = math.nan
+        names = ("samples", "tokens", "epoch")
+        values |= {name: record[name] for name in names if record.get(name) is not None}
+    losses = [(line["loss"], step_of(line)) for line in evals if line.get("loss") is not None]
+    if losses:
+        best, best_step = min(losses, key=lambda pair: pair[0])
+        values |= {"first_eval_loss": losses[0][0], "final_eval_loss": losses[-1][0]}
+        values |= {"best_eval_loss": best, "best_eval_step": best_step}
+    for record in evals:
         for name, value in measured(record, {}).items():
-            if step_of(record) == 0:
-                self._values.setdefault(f"{name}_before", value)
+            if step_of(record):
+                values[name] = value
             else:
-                self._values[name] = value
-
-    def values(self, result: Record | None = None) -> dict[str, Any]:
-        """The known numbers, with outcome, cause and fix of ``result.json`` when given."""
-        values = dict(self._values)
-        if self._tokens_per_s:
-            values["tokens_per_s"] = _typical(self._tokens_per_s)
-        if self._mfu:
-            values["mfu"] = _typical(self._mfu)
-        if self._memory_gib:
-            values["memory_gib_max"] = self._memory_gib
-        if self._last_time > self._first_time:
-            values["train_time_s"] = self._last_time - self._first_time
-        for key in ("outcome", "cause", "fix", "failed_rank", "host"):
-            if result and result.get(key) not in (None, ""):
-                values[key] = result[key]
-        return values
-
-
-def _typical(values: list[float]) -> float:
-    """The median without the first value, which holds the warming up."""
-    return statistics.median(values[1:] or values)
+                values.setdefault(f"{name}_before", value)
+    for name in ("tokens_per_s", "mfu"):
+        speeds = [line[name] for line in train if line.get(name) is not None]
+        if speeds:
+            values[name] = statistics.median(speeds[1:] or speeds)  # the first is of the warming up
+    memory_gib = max((size for line in train for size in line.get("memory_gib") or ()), default=0)
+    if memory_gib:
+        values["memory_gib_max"] = memory_gib
+    times = [line["time"] for line in records if line.get("time") and line.get("kind") != "event"]
+    if times and max(times) > times[0]:
+        values["train_time_s"] = max(times) - times[0]
+    for key in ("outcome", "cause", "fix", "failed_rank", "host"):
+        if result and result.get(key) not in (None, ""):
+            values[key] = result[key]
+    return values

@@ -36,8 +36,8 @@ def fingerprints(
     demo = Path(llmx.__file__).parent / "assets" / "demo"
     tokenizer = model.tokenizer or model.path
     prints: dict[str, Any] = {
-        "data": _joined([_source(path, demo, kind="datasets") for path in paths]),
-        "eval_data": data.eval_path and _source(data.eval_path, demo, kind="datasets"),
+        "data": _joined([_source(path, demo) for path in paths]),
+        "eval_data": data.eval_path and _source(data.eval_path, demo),
         "tokenizer": None,
         "model": None,
     }
@@ -57,10 +57,9 @@ def fingerprints(
     return prints
 
 
-def _source(path: str, demo: Path, *, kind: str) -> dict[str, Any] | None:
-    if path == "demo":
-        return fingerprint(str(demo / "*.jsonl"), kind=kind)
-    return fingerprint(path.removeprefix("hub:"), kind=kind)
+def _source(path: str, demo: Path) -> dict[str, Any] | None:
+    place = str(demo / "*.jsonl") if path == "demo" else path.removeprefix("hub:")
+    return fingerprint(place, kind="datasets")
 
 
 def _joined(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:

@@ -10,19 +10,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 BREAKS, MAY, HARMLESS = "breaks", "may change", "harmless"
-SEVERITIES = (BREAKS, MAY, HARMLESS)
 MEANING = {
     BREAKS: "breaks bitwise equality",
     MAY: "may change numbers",
     HARMLESS: "harmless",
 }
+SEVERITIES = tuple(MEANING)
 
-PACKAGE_SEVERITY = {
-    "torch": BREAKS, "deepspeed": MAY, "transformers": MAY, "tokenizers": MAY, "tiktoken": MAY,
-    "peft": MAY, "bitsandbytes": MAY,
-    "sentencepiece": MAY, "accelerate": MAY, "safetensors": MAY, "numpy": MAY, "datasets": MAY,
-}  # fmt: skip
-"""What is not named here does not compute: hydra-core, omegaconf, wandb."""
+NUMERIC_PACKAGES = (
+    "torch", "deepspeed", "transformers", "datasets", "tokenizers", "tiktoken", "sentencepiece",
+    "accelerate", "safetensors", "peft", "bitsandbytes", "numpy",
+)  # fmt: skip
+"""Packages that compute; others (hydra-core, omegaconf, wandb) do not."""
 
 NUMERIC_CODE = (
     "llmx/train/", "llmx/tasks/", "llmx/models/", "llmx/data/", "llmx/plan/",
@@ -154,7 +153,8 @@ def _packages(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Diffe
     old, new = then.get("packages") or {}, now.get("packages") or {}
     for name, version in old.items():
         if version != new.get(name):
-            severity = PACKAGE_SEVERITY.get(name, HARMLESS)
+            severity = MAY if name in NUMERIC_PACKAGES else HARMLESS
+            severity = BREAKS if name == "torch" else severity
             advice = f"pip install {name}=={version}" if version else f"pip uninstall {name}"
             yield Difference(
                 severity, name, version or "not installed", new.get(name) or "not installed",

@@ -12,12 +12,9 @@ from typing import Any
 
 import llmx
 from llmx.hardware.survey import cpu_model, gpu_names, nvidia_driver, version
+from llmx.run.provenance.differences import NUMERIC_PACKAGES
 
-PACKAGES = (
-    "torch", "deepspeed", "transformers", "datasets", "tokenizers", "tiktoken", "sentencepiece",
-    "accelerate", "safetensors", "peft", "bitsandbytes", "hydra-core", "omegaconf", "numpy",
-    "wandb",
-)  # fmt: skip
+PACKAGES = (*NUMERIC_PACKAGES, "hydra-core", "omegaconf", "wandb")
 NCCL_PACKAGES = ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 NUMERIC_PREFIXES = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "NCCL_", "CUDA_", "CUBLAS_", "CUDNN_", "TORCH_", "PYTORCH_",
