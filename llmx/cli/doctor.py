@@ -185,7 +185,7 @@ def _examine_hosts(
 
     locks = {name: leftovers["locks"] for name, leftovers in remove.items()}
     report.facts, problems = survey_hosts(spec, connections, remove=locks)
-    report.errors += problems
+    report.errors += problems.values()
     for name, facts in report.facts.items():
         report.warnings += [f"{name}: {text}" for text in facts["removed"]]
     for connection, reply in request_all(

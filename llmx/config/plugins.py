@@ -77,10 +77,10 @@ TRANSPORTS = Plugins(
     "a transport",
     "llmx.transports",
     {
-        "local": "llmx.launch.transports.local:LocalTransport",
+        "local": "llmx.launch.transports.ssh:LocalTransport",
         "ssh": "llmx.launch.transports.ssh:SshTransport",
-        "pdsh": "llmx.launch.transports.pdsh:PdshTransport",
-        "openmpi": "llmx.launch.transports.openmpi:OpenMpiTransport",
+        "pdsh": "llmx.launch.transports.deepspeed:PdshTransport",
+        "openmpi": "llmx.launch.transports.deepspeed:OpenMpiTransport",
         "slurm": "llmx.launch.transports.slurm:SlurmTransport",
         "external": "llmx.launch.transports.external:ExternalTransport",
     },

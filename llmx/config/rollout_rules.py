@@ -18,7 +18,7 @@ TRANSPORTS = ("auto", "ssh", "local")
 SILENT_S = 30.0
 """A server that sends nothing for so long is lost."""
 HANG_TIMEOUT_S = 600.0
-"""The least that ``launch.hang_timeout_s=null`` stands for (``llmx.launch.supervision.hang``)."""
+"""The least that ``launch.hang_timeout_s=null`` stands for (``launch.supervision.progress``)."""
 
 
 def with_rollout_hosts(

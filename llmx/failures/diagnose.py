@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from llmx.config.schema import FAILURES
+from llmx.failures import cluster, machine, training
 from llmx.failures import log as logs
-from llmx.failures.catalogue import ROWS
 from llmx.failures.log import Block, Kind
 from llmx.failures.machine import FEWER, MEMORY_LADDER
 from llmx.failures.row import Row, Weight
 from llmx.redact import redact
 
+ROWS = (*machine.ROWS, *training.ROWS, *cluster.ROWS)
+"""The catalogue of known failures, in the order in which rows are tried on a text."""
 OUTCOMES = ("ok", *FAILURES)
 LONGEST = 1 << 23
 """Characters of a log that are read: its end."""

@@ -452,13 +452,6 @@ def _text(path: str) -> str:
         return ""
 
 
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)  # noqa: PTH115
-    except OSError:
-        return ""
-
-
 def nearest_directory(path: str) -> str:
     """``path``, or the nearest directory above it that exists."""
     while path and not os.path.isdir(path):  # noqa: PTH112

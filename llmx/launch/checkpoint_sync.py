@@ -7,6 +7,7 @@ can take its place. With any other ``launch.sync`` nothing is done.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import re
@@ -195,7 +196,11 @@ class CheckpointSync:
                 return
             if self._is_abandoned(step, target):
                 continue
-            self._pin({step, *self._newest_copy()})
+            # And the newest complete copy, of this attempt or an earlier one.
+            newest = {step_name(s) for s in pinned(self.spec.run_dir.checkpoints)}
+            if self._verified:
+                newest = {max(self._verified)}
+            self._pin({step, *newest})
             self._pull_step(step, target, limit=limit)
             self._pin({step})
             break
@@ -218,16 +223,14 @@ class CheckpointSync:
         manifest = read_manifest(beside)
         return isinstance(manifest, Manifest) and manifest.is_abandoned(self._rollbacks)
 
-    def _newest_copy(self) -> set[str]:
-        """The newest complete copy, of this attempt or an earlier one."""
-        pinned_steps = {step_name(step) for step in pinned(self.spec.run_dir.checkpoints)}
-        return {max(self._verified)} if self._verified else pinned_steps
-
     def _pin(self, steps: set[str]) -> None:
         """Keep the ranks from pruning the checkpoint that is copied, and the one copied before:
         saves may be faster than copies."""
+        text = "".join(f"{step}\n" for step in sorted(steps))
+        files = {PINNED: base64.b64encode(text.encode()).decode()}
         for connection in self.private:
-            connection.request("pin", steps=sorted(steps), timeout_s=30)
+            path = self.spec.path_on(connection.hosts[0], self.spec.run_dir.checkpoints)
+            connection.request("put", path=path, files=files, timeout_s=30)
         if self.has_ranks_here:
             pin(self.spec.run_dir.checkpoints, [int(step[5:]) for step in steps])
 

@@ -170,11 +170,6 @@ def _gpus_of(host: HostPlan, chosen: list[str], visible: str | None) -> list[str
     return [visible_gpus[number] for number in numbers]
 
 
-def without_token(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that may be on a command line."""
-    return {name: value for name, value in env.items() if name != TOKEN}
-
-
 def launcher_env(spec: LaunchSpec) -> dict[str, str]:
     """Variables that ``deepspeed`` and its launcher need on this machine beside ``rank_env``."""
     return {

@@ -18,7 +18,7 @@ from pathlib import Path
 from llmx.config.hardware_rules import no_ranks_there
 from llmx.config.schema import Experiment, LaunchConfig
 from llmx.errors import ConfigError, LaunchError
-from llmx.hardware.hostfile import render_hostfile
+from llmx.hardware.resolve import render_hostfile
 from llmx.launch.environment import COPIED_NAMES, launcher_env, rank_env
 from llmx.launch.spec import LaunchSpec, code_root
 from llmx.launch.ssh_config import render_ssh_config

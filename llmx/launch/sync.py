@@ -36,8 +36,7 @@ from llmx.config.fields import MAX_PATH
 from llmx.config.schema import Experiment
 from llmx.config.user_code import user_code
 from llmx.errors import LaunchError
-from llmx.hardware.remote import survey_source
-from llmx.launch.agents.connection import AgentError, Connection, Message
+from llmx.launch.agents.connection import AgentError, Connection, survey_source
 from llmx.launch.environment import tool_env
 from llmx.launch.spec import LaunchSpec
 from llmx.plan.types import HostPlan
@@ -277,7 +276,13 @@ def push(
     def push_host(connection: Connection) -> str:
         record = HostRecord(spec.plan.hosts[connection.hosts[0]])
         with record.alone(cancelled=lambda: pool.terminated):
-            return _push_host(spec, pool, connection, notify)
+            try:
+                return _push_host(spec, pool, connection, notify)
+            except AgentError as error:
+                raise LaunchError(
+                    f"launch.sync=rsync: {connection.name}: cannot write the run's files: {error}. "
+                    "The same paths must be writable on every host."
+                ) from error
 
     with ThreadPoolExecutor(max_workers=8) as threads:
         try:
@@ -289,39 +294,25 @@ def push(
 
 
 def _push_host(
-    spec: LaunchSpec,
-    pool: RsyncPool,
-    connection: Connection,
-    notify: Callable[[str], None],
+    spec: LaunchSpec, pool: RsyncPool, connection: Connection, notify: Callable[[str], None]
 ) -> str:
-    name, private_run_dir = connection.name, not connection.shared
-
-    def ask(action: str, cmd: str, *, timeout_s: float = 60, **values: Any) -> Message:
-        try:
-            return connection.request(cmd, timeout_s=timeout_s, **values)
-        except AgentError as error:
-            raise LaunchError(
-                f"launch.sync=rsync: {name}: cannot {action}: {error}. The same paths must be "
-                "writable on every host."
-            ) from error
-
-    def there_of(path: str | Path) -> str:
-        return spec.path_on(connection.hosts[0], path)
-
-    items = [
-        item
-        for item in paths_to_push(spec, run_dir=private_run_dir)
-        if item.path not in _given_paths(spec, connection.hosts[0])
-    ]
-    parents = [item.path if item.is_dir else str(Path(item.path).parent) for item in items]
-    outputs = [spec.run_dir.logs, spec.run_dir.ranks] if private_run_dir else []
-    ask("create the directories", "mkdir", paths=[*map(there_of, parents), *map(there_of, outputs)])
+    """Copy everything to one host; a line on what was sent. AgentError where it cannot write."""
+    name, index, run_dir = connection.name, connection.hosts[0], spec.run_dir
+    given = _given_paths(spec, index)
+    items = paths_to_push(spec, run_dir=not connection.shared)
+    items = [item for item in items if item.path not in given]
+    directories = [item.path if item.is_dir else str(Path(item.path).parent) for item in items]
+    if not connection.shared:
+        directories += [str(run_dir.logs), str(run_dir.ranks)]
+    there = [spec.path_on(index, directory) for directory in directories]
+    connection.request("mkdir", timeout_s=60, paths=there)
     files = sent = 0
     for item in items:
         if item.only:
             contents = {file: Path(item.path, file).read_bytes() for file in _there(item)}
             encoded = {file: base64.b64encode(data).decode() for file, data in contents.items()}
-            ask("write the run's files", "put", path=there_of(item.path), files=encoded)
+            place = spec.path_on(index, item.path)
+            connection.request("put", timeout_s=60, path=place, files=encoded)
             files, sent = files + len(contents), sent + sum(map(len, contents.values()))
         else:
             notify(f"sync: {name}: {item.what} {item.path}")
@@ -340,8 +331,9 @@ def _send(pool: RsyncPool, host: str, item: SyncPath) -> tuple[int, int]:
     # of its own.
     delete = ["--delete"] if item.what == "code" else []
     arguments, names = source_of(item)
+    target = pool.at(host, item.path) + ("/" if item.is_dir else "")
     output = pool.run(
-        ["--stats", *delete, *arguments, _target(pool, host, item)],
+        ["--stats", *delete, *arguments, target],
         label=f"{item.path} to {host}",
         stdin=names,
         host=host,
@@ -376,10 +368,6 @@ def source_of(item: SyncPath) -> tuple[list[str], str]:
     """Arguments of rsync, and its input: what git ignores may be more than an argv holds."""
     source = item.path + ("/" if item.is_dir else "")
     return ["--from0", "--exclude-from=-", source], "\0".join(item.excludes)
-
-
-def _target(pool: RsyncPool, host: str, item: SyncPath) -> str:
-    return pool.at(host, item.path) + ("/" if item.is_dir else "")
 
 
 def _given_paths(spec: LaunchSpec, index: int) -> set[str]:

@@ -26,7 +26,6 @@ from llmx.config import Experiment, to_dict
 from llmx.config.rollout_rules import with_rollout_hosts
 from llmx.errors import ConfigError, LlmxError
 from llmx.hardware.resolve import resolve_hardware
-from llmx.lifecycle.hosts import hosts_then_and_now, of_this_machine
 from llmx.lifecycle.knowledge import informed, keep_traces
 from llmx.lifecycle.resume.changes import (
     PLACES,
@@ -37,7 +36,12 @@ from llmx.lifecycle.resume.changes import (
     plan_of,
     with_same_batch,
 )
-from llmx.lifecycle.resume.run_state import history, trusted_run
+from llmx.lifecycle.resume.run_state import (
+    history,
+    hosts_then_and_now,
+    of_this_machine,
+    trusted_run,
+)
 from llmx.lifecycle.start import supervised
 from llmx.observe.report.screen import open_console
 from llmx.plan.balance import is_of

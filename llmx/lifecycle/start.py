@@ -1,11 +1,17 @@
 """Starts a run from a composed experiment, for a single run and for a trial of a sweep.
 
-``python -m llmx`` calls ``run_composed`` once, a sweep calls ``prepare`` for every trial.
+``python -m llmx`` calls ``run_composed`` once, a sweep calls ``prepare`` for every trial. With
+``launch.detach=true`` the supervisor goes on in a session of its own, without the terminal.
 """
 
 from __future__ import annotations
 
+import os
+import shlex
+import socket
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -13,7 +19,7 @@ from typing import TYPE_CHECKING, TextIO
 from llmx import text as human
 from llmx.compose.complete import Composed, check_paths, refusal
 from llmx.compose.task_rules import training_notes
-from llmx.errors import ConfigError, RunFailed
+from llmx.errors import ConfigError, exit_code
 from llmx.lifecycle.knowledge import informed, keep_traces
 from llmx.lifecycle.learned import learn
 from llmx.lifecycle.preflight import check_inputs
@@ -21,7 +27,7 @@ from llmx.plan.choices import compared
 from llmx.plan.knowledge import Knowledge
 from llmx.redact import HIDDEN
 from llmx.run import snapshot
-from llmx.run.rundir import RunDir
+from llmx.run.rundir import RunDir, read_mapping
 from llmx.tracking.base import check_packages
 
 if TYPE_CHECKING:
@@ -169,8 +175,6 @@ def _say_from_scratch(composed: Composed, stream: TextIO) -> None:
 def launched(launch: LaunchSpec) -> int:
     """Run what is ready to be launched, here or detached; returns the exit code."""
     if launch.exp.launch.detach:
-        from llmx.lifecycle.detach import detach
-
         return detach(launch.run_dir, lambda: supervised(launch))
     return supervised(launch)
 
@@ -192,7 +196,41 @@ def supervised(launch: LaunchSpec) -> int:
     return result.exit_code
 
 
-def require_success(exit_code: int) -> None:
-    """Raise RunFailed for an exit code other than 0."""
-    if exit_code != 0:
-        raise RunFailed(f"the run ended with exit code {exit_code}; its result.json has the cause.")
+def detach(run: RunDir, supervise: Callable[[], int]) -> int:
+    """Run ``supervise`` in another process; returns as soon as that one holds the run, or with its
+    exit code where it ends before that."""
+    run.logs.mkdir(parents=True, exist_ok=True)
+    earlier = run.console_log.stat().st_size if run.console_log.exists() else 0
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or both processes would print what is in it
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()  # a terminal that closes is not for it
+        write_to_console_log(run)
+        code = exit_code(supervise)
+        sys.stdout.flush()
+        os._exit(code)
+    while read_mapping(run.supervisor_lock).get("pid") != pid:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            text = run.console_log.read_bytes()[earlier:].decode("utf-8", "replace")
+            print(text, end="", file=sys.stderr)
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    where = shlex.quote(str(run.root))
+    print(f"The run goes on as process {pid} on {socket.gethostname()}.")
+    print(f"  its console:    python -m llmx attach {where}")
+    print(f"  its state:      python -m llmx status {where}")
+    print(f"  save and end:   python -m llmx stop {where}")
+    return 0
+
+
+def write_to_console_log(run: RunDir) -> None:
+    """Send all output of this process to the console log, and read no input."""
+    log = os.open(run.console_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)

@@ -3,9 +3,9 @@
 ``server.py`` is a process on a rollout host: it holds a copy of the policy and completes prompts.
 ``client.py`` is the side of the ranks: rank 0 sends each version of the weights to every server and
 shares out the prompts. With ``rollout.vllm_python`` the server holds the policy in vLLM instead
-(``vllm_policy.py``, and ``vllm_child.py`` in vLLM's environment). ``network.py`` describes the
-policy, gathers its weights and builds it anew. ``protocol.py`` is what both sides know, and the
-supervisor, which starts the servers (``llmx.launch.supervision.rollout_pool``).
+(``vllm_child.py`` in vLLM's environment). ``network.py`` describes the policy, gathers its weights
+and builds it anew. ``protocol.py`` is what both sides know, and the supervisor, which starts the
+servers (``llmx.launch.supervision.rollout_pool``).
 
 The protocol (``docs/adr/0026-rollout-servers.md``), HTTP over TCP, one connection per request:
 

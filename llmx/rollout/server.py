@@ -16,6 +16,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import llmx
@@ -39,9 +41,11 @@ from llmx.rollout.protocol import (
     parse_servers,
     password_of,
 )
-from llmx.rollout.vllm_policy import VllmPolicy
 
 TOKEN = "LLMX_RUN_TOKEN"
+CHILD = Path(__file__).with_name("vllm_child.py")
+OF_LLMX = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", TOKEN)
+"""Variables that the child of vLLM is not to have."""
 PARENT_S = 0.5
 """Seconds between two looks at whether the agent that started this process is there."""
 BIND_S = 20.0
@@ -93,6 +97,73 @@ class Policy:
             self.decoder, rows, sampling, seeds=request["seeds"], batch_size=request["at_once"]
         )
         return [dataclasses.asdict(completion) for completion in completions]
+
+
+class VllmPolicy:
+    """A policy that vLLM draws, in a child process of ``rollout.vllm_python``: vLLM needs other
+    versions of torch and transformers than llmx. Bodies and prompts go to ``vllm_child.py``, which
+    runs there. Used by one thread."""
+
+    def __init__(self, python: str) -> None:
+        env = {name: value for name, value in os.environ.items() if name not in OF_LLMX}
+        self.problem = ""
+        """The reason why it cannot draw; empty where it can."""
+        self.info: dict[str, Any] = {}
+        self.child: subprocess.Popen[bytes] | None = None
+        try:
+            self.child = subprocess.Popen(
+                [python, "-u", str(CHILD)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=env,
+            )
+        except OSError as error:
+            self.problem = str(error)
+            return
+        assert self.child.stdout is not None
+        first = self.child.stdout.readline()
+        self.info = json.loads(first) if first else {"error": "it has ended; its log has why"}
+        self.problem = self.info.pop("error", "")
+
+    def describe(self) -> dict[str, Any]:
+        """The part of ``GET /version`` that describes it."""
+        return {"device": "cpu", **self.info, "problem": self.problem}
+
+    def take_model(self, body: bytes) -> None:
+        self._ask("take_model", body)
+
+    def take_weights(self, body: bytes) -> None:
+        self._ask("take_weights", body)
+
+    def sample(self, rows: list[list[int]], request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """A completion of each row."""
+        answer = self._ask(
+            "sample", rows=rows, seeds=request["seeds"], sampling=request["sampling"]
+        )
+        completions: list[dict[str, Any]] = answer["completions"]
+        return completions
+
+    def _ask(self, method: str, body: bytes = b"", **values: Any) -> dict[str, Any]:
+        """Have the child do something. If it has ended, so does this process: the agent starts
+        another one."""
+        assert self.child is not None
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        line = json.dumps({"do": method, "size": len(body), **values})
+        try:
+            self.child.stdin.write(line.encode() + b"\n")
+            self.child.stdin.write(body)
+            self.child.stdin.flush()
+            reply = self.child.stdout.readline()
+        except OSError:
+            reply = b""
+        if not reply:
+            print("vLLM has ended", file=sys.stderr, flush=True)
+            os._exit(1)
+        answer: dict[str, Any] = json.loads(reply)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
 
 
 class Server(ThreadingHTTPServer):
@@ -255,11 +326,8 @@ def choose_threads() -> None:
 def choose_allocator(environment: MutableMapping[str, str]) -> None:
     """Let torch's allocator extend its segments, in a server and on a rank: rows of unequal length
     leave less memory unused between them. A variable that the user has set stays as it is."""
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    if not any(name in environment for name in names):
-        # torch 2.9 has renamed it, and warns of the old name.
-        installed = tuple(map(int, metadata.version("torch").split(".")[:2]))
-        environment[names[installed >= (2, 9)]] = "expandable_segments:True"
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environment:  # the former name
+        environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def main() -> int:

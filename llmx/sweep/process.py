@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from llmx.errors import INTERRUPTED, ConfigError, LlmxError, RunFailed
-from llmx.lifecycle.detach import write_to_console_log
+from llmx.lifecycle.start import write_to_console_log
 from llmx.run.rundir import RunDir, read_mapping
 from llmx.run.sweepdir import holds_lock, is_locked
 

@@ -263,3 +263,60 @@ def _until_noticed(site: Site, what: str) -> None:
         )
 
     site.until(noticed, what=what)
+
+
+# --- Faults that strike while the run recovers from another one ---
+
+
+def rank_killed_meanwhile(site: Site, chance: random.Random) -> str:
+    """A rank is killed while it loads."""
+    until_ranks_start(site)
+    return f"{rank_killed(site, chance)}, as the ranks started"
+
+
+def supervisor_killed_meanwhile(site: Site, chance: random.Random) -> str:
+    """The supervisor dies while it recovers; ``resume``."""
+    phase = _until_phase(site, chance)
+    return f"{supervisor_killed(site, chance)}, {phase}"
+
+
+def supervisor_asked_meanwhile(site: Site, chance: random.Random) -> str:
+    """SIGTERM while it recovers. What it says then depends on how far it was; ``resume``."""
+    phase = _until_phase(site, chance)
+    outcome = ask_supervisor(site)
+    if outcome == "ok":
+        raise GaveUp(f"SIGTERM during a recovery ended as ok\n{site.story()}")
+    site.resume()
+    return f"node-a, {phase}"
+
+
+def near_host_killed_meanwhile(site: Site, chance: random.Random) -> str:
+    """The host of the supervisor loses its power while it recovers; ``resume``."""
+    phase = _until_phase(site, chance)
+    return f"{near_host_killed(site, chance)}, {phase}"
+
+
+def _until_phase(site: Site, chance: random.Random) -> str:
+    """Wait for a random phase of the recovery; in words."""
+    phase = chance.choice(("at once", "hosts", "ranks"))
+    if phase == "at once":
+        return "at once"
+    if phase == "hosts":
+        site.until(
+            lambda: site.supervisor().get("state") in ("preparing", "running"),
+            what="the next attempt",
+        )
+        return "as the next attempt was prepared"
+    until_ranks_start(site)
+    return "as the ranks started"
+
+
+def until_ranks_start(site: Site) -> None:
+    """Until the ranks of the next attempt are there."""
+    site.until(
+        lambda: (
+            site.supervisor().get("state") == "running"
+            and all(site.ranks(host) for host in site.trainers)
+        ),
+        what="the ranks of the next attempt",
+    )

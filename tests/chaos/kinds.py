@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.chaos import faults, while_down
+from tests.chaos import faults
 from tests.chaos.site import Site
 
 Strike = Callable[[Site, random.Random], str]
@@ -41,13 +41,13 @@ class Kind:
 
 KINDS = (
     Kind("rank", "SIGKILL of a rank", 5, faults.rank_killed, 2,
-         leads=True, follow=while_down.rank_killed),
+         leads=True, follow=faults.rank_killed_meanwhile),
     Kind("agent", "SIGKILL of the agent of a host", 3, faults.agent_killed, 1,
          restarts=False, steps=60),
     Kind("supervisor", "SIGKILL of the supervisor, `resume`", 3, faults.supervisor_killed, 2,
-         follow=while_down.supervisor_killed),
+         follow=faults.supervisor_killed_meanwhile),
     Kind("preempted", "SIGTERM to the supervisor, `resume`", 2, faults.supervisor_asked, 1,
-         follow=while_down.supervisor_asked),
+         follow=faults.supervisor_asked_meanwhile),
     Kind("suspended", "supervisor suspended", 1, faults.supervisor_suspended, 2,
          steps=300, leads=True),
     Kind("cut", "control connection cut: SIGKILL of sshd and its sessions", 3,
@@ -56,14 +56,14 @@ KINDS = (
     Kind("replaced", "a host lost with its disk", 1, faults.far_host_replaced, 2,
          steps=100, leads=True),
     Kind("control", "power loss of the supervisor's host, `resume`", 2, faults.near_host_killed, 2,
-         follow=while_down.near_host_killed),
+         follow=faults.near_host_killed_meanwhile),
     Kind("link", "network link cut", 2, faults.link_cut, 2, leads=True),
     Kind("drop", "network drop-out of 0.2 to 1.5 s", 3, faults.link_dropped, 2, restarts=False),
     Kind("firewall", "firewall between the hosts", 1, faults.firewall_up, 2, leads=True),
     Kind("mtu", "large packets lost (wrong MTU)", 1, faults.large_packets_lost, 2, leads=True),
     Kind("disk", "disk full", 2, faults.disk_full, 3, restarts=False),
     Kind("damage", "newest checkpoint damaged", 3, faults.checkpoint_damaged, 3,
-         follow=while_down.checkpoint_damaged),
+         follow=faults.damage_newest),
 )  # fmt: skip
 
 Volley = tuple[Kind, ...]

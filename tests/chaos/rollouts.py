@@ -17,7 +17,7 @@ from typing import Any
 
 from llmx.rollout.protocol import SERVER_MODULE
 from llmx.run.tail import read_records
-from tests.chaos import faults, while_down
+from tests.chaos import faults
 from tests.chaos.campaign import Setup
 from tests.chaos.kinds import Kind
 from tests.chaos.site import Site
@@ -128,7 +128,7 @@ def server_killed(site: RolloutSite, chance: random.Random) -> str:
 
 def server_killed_meanwhile(site: RolloutSite, chance: random.Random) -> str:
     """The server dies as the ranks start."""
-    while_down.until_ranks_start(site)
+    faults.until_ranks_start(site)
     return f"{server_killed(site, chance)}, as the ranks started"
 
 
@@ -195,9 +195,9 @@ KINDS = (
          faults.control_cut, 1, restarts=False, steps=30),
     Kind("rank", "SIGKILL of the training rank", 4, faults.rank_killed, 2, leads=True),
     Kind("supervisor", "SIGKILL of the supervisor, `resume`", 2, faults.supervisor_killed, 2,
-         follow=while_down.supervisor_killed),
+         follow=faults.supervisor_killed_meanwhile),
     Kind("preempted", "SIGTERM to the supervisor, `resume`", 1, faults.supervisor_asked, 1,
-         follow=while_down.supervisor_asked),
+         follow=faults.supervisor_asked_meanwhile),
 )  # fmt: skip
 
 SYNCHRONOUS = Setup("rollouts", KINDS, RolloutSite, stride=15)

@@ -19,8 +19,7 @@ from typing import Any
 
 import yaml
 
-from tests.chaos.disks import Disk
-from tests.chaos.run_files import RunFiles
+from tests.chaos.run_files import Disk, RunFiles
 from tests.chaos.training import REPOSITORY, GaveUp, training_words
 from tests.cluster.launching import hardware_of, rank_pids
 from tests.cluster.netns import Cluster, Host, wait_until

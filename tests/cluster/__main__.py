@@ -11,7 +11,6 @@ While ``up`` runs, it takes commands on its terminal: ``help`` lists them.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import shlex
@@ -25,6 +24,7 @@ from pathlib import Path
 import yaml
 
 from tests.cluster import leftovers
+from tests.cluster.faults import Faults
 from tests.cluster.launching import hardware_of
 from tests.cluster.netns import Cluster, Unsupported
 from tests.cluster.requirements import TRANSPORTS, missing
@@ -32,23 +32,6 @@ from tests.cluster.slurm import start_slurm
 
 OPTION = "conf/hardware/pretend.yaml"
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-COMMANDS = """\
-cut HOST                the host's packets vanish
-restore HOST            ... and arrive again
-bandwidth HOST MBIT     limit the link, both ways; 0 lifts it
-latency HOST MS         delay what the host sends; 0 lifts it
-mtu HOST BYTES          largest packet of the host; the switch takes 1500
-packets HOST BYTES      the switch drops longer ones in silence; 0 lifts it
-firewall HOST on|off    drop what goes from a high port to a high port
-cpu HOST CORES          a CPU quota for all that runs there
-memory HOST MIB         a limit of its RAM
-disk HOST PATH MIB      an empty disk of that size over PATH
-sshd HOST stop|start    connection refused, and back
-kill HOST               as a power loss
-boot HOST               start it again, with empty private disks
-ps HOST                 what runs there
-quit                    end the cluster (Ctrl-C, Ctrl-D too)"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -155,40 +138,25 @@ def _obey(cluster: Cluster) -> None:
 
 
 def _order(cluster: Cluster, verb: str, name: str = "", *values: str) -> None:
-    """One line of the terminal; KeyError or ValueError for a wrong one."""
+    """One line of the terminal: a method of a host with its arguments (``limit_bandwidth node-b
+    40``); KeyError or ValueError for a wrong one."""
     if verb == "help":
-        print(COMMANDS)
+        for command, method in vars(Faults).items():
+            if not command.startswith("_") and callable(method):
+                print(f"{command} HOST ...  {(method.__doc__ or '').splitlines()[0]}")
+        print("boot HOST  start_sshd HOST  stop_sshd HOST  processes HOST  quit")
         return
-    host = cluster[name]
-    if not host.is_up and verb not in ("boot", "ps"):
-        raise RuntimeError(f"{name} is down; boot {name} starts it again")
-    if verb == "ps":
-        for pid, argv in host.processes().items():
-            print(f"{pid:7} {shlex.join(argv)[:150]}")
-        return
-    actions = {
-        "cut": host.cut,
-        "restore": host.restore,
-        "kill": host.kill,
-        "boot": host.boot,
-        "bandwidth": lambda mbit: host.limit_bandwidth(float(mbit) or None),
-        "latency": lambda ms: host.add_latency(float(ms) or None),
-        "mtu": lambda size: host.set_mtu(int(size)),
-        "packets": lambda size: host.limit_packets(int(size) or None),
-        "firewall": lambda on: host.block_high_ports() if on == "on" else host.unblock_high_ports(),
-        "cpu": lambda cores: host.limit_cpu(float(cores)),
-        "memory": lambda mib: host.limit_memory(float(mib)),
-        "disk": lambda path, mib: host.add_disk(path, size_mib=float(mib)),
-        "sshd": lambda what: {"stop": host.stop_sshd, "start": host.start_sshd}[what](),
-    }
-    if verb not in actions:
+    method = getattr(cluster[name], verb, None)
+    if verb.startswith("_") or not callable(method):
         raise ValueError(f"there is no command {verb}")
-    action = actions[verb]
+    pairs = [value.partition("=") for value in values]
+    arguments = [yaml.safe_load(word) for word, _, value in pairs if not value]
     try:
-        inspect.signature(action).bind(*values)
-    except TypeError:
-        raise ValueError(f"{len(values)} values are not what it takes") from None
-    action(*values)
+        result = method(*arguments, **{k: yaml.safe_load(value) for k, _, value in pairs if value})
+    except TypeError as error:
+        raise ValueError(error) from error
+    for pid, argv in (result or {}).items():
+        print(f"{pid:7} {shlex.join(argv)[:150]}")
 
 
 def _enter(arguments: argparse.Namespace) -> int:

@@ -45,9 +45,8 @@ from typing import Any
 
 from tests.cluster import leftovers
 from tests.cluster.faults import INTERFACE
-from tests.cluster.host import Host, ip_batch, start_init, wait_until
+from tests.cluster.host import Host, ip_batch, make_key, ssh_config, start_init, wait_until
 from tests.cluster.requirements import Unsupported
-from tests.cluster.ssh import make_key, ssh_config
 
 __all__ = ["INTERFACE", "Cluster", "Host", "Unsupported", "wait_until"]
 

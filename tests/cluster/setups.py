@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.cluster.host import make_key
 from tests.cluster.launching import REPOSITORY, nothing_left, start_llmx
 from tests.cluster.netns import INTERFACE, Cluster, wait_until
 from tests.cluster.requirements import Unsupported, missing
 from tests.cluster.slurm import start_slurm
-from tests.cluster.ssh import make_key
 
 PAGE = REPOSITORY / "docs/cluster.md"
 MARKS = ("<!-- setups: begin -->", "<!-- setups: end -->")

@@ -6,10 +6,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.cluster.launching import hardware_of, nothing_left, rank_pids, start_llmx
 from tests.cluster.netns import Cluster
+from tests.cluster.setups import SETUPS, Setup, try_setup
 
 Make = Callable[..., Cluster]
 Need = Callable[..., None]
@@ -112,3 +114,20 @@ def test_sigterm_from_outside(cluster: Cluster, tmp_path: Path) -> None:
     assert result["outcome"] == "interrupted", run.output()
     assert "received SIGTERM or SIGUSR1 from outside" in result["cause"]
     nothing_left(cluster, timeout_s=5)
+
+
+# --- The set-ups that are refused: each before a rank starts, with the fix, in time ---
+
+
+# Not in CI: those that train, need a run, wait for a time-out, or are refused by the config alone;
+# and those of test_launch_failures and test_launch_stop.
+ELSEWHERE = ("busy", "tunnel", "before ssh", "MPICH", "one address", "localhost beside")
+ELSEWHERE += ("a firewall", "MTU 9000", "allocation that has ended")
+REFUSED = [
+    setup for setup in SETUPS if setup.refused and not any(w in setup.name for w in ELSEWHERE)
+]
+
+
+@pytest.mark.parametrize("setup", REFUSED, ids=lambda setup: setup.name)
+def test_it_is_refused(setup: Setup, tmp_path: Path) -> None:
+    assert try_setup(setup, tmp_path).problem == ""

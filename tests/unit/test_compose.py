@@ -50,7 +50,7 @@ PARTNERS = {
     ("batch", "by_speed"): ["hardware=a100x2_v100x2"],
     ("batch", "tokens_2m"): ["hardware=a800x2_n7"],
 }
-# launch=external needs processes: tests/cluster/test_external.py.
+# launch=external needs processes: tests/cluster/test_train.py.
 EVERY = [
     (group, name)
     for group in GROUPS

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from benchmarks.explain import HARMLESS, judge, measure
 from llmx.cli.main import main
 from llmx.config import known_keys
-from llmx.failures.catalogue import ROWS
 from llmx.failures.diagnose import (
     NOTES,
     OUTCOMES,
     OWN_ERRORS,
+    ROWS,
     diagnose,
     fill,
     find_failure,

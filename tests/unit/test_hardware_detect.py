@@ -24,8 +24,8 @@ from llmx.config.groups import CONF
 from llmx.config.hardware_rules import native_precisions
 from llmx.errors import ConfigError
 from llmx.hardware import detect
-from llmx.hardware.remote import BOOTSTRAP, SurveyError, run_survey
 from llmx.hardware.slurm import Allocation, hardware_of_allocation, parse_allocation
+from llmx.launch.agents.connection import BOOTSTRAP, survey_source
 
 CATALOGUE = {
     name: DeviceConfig(**values)
@@ -256,23 +256,14 @@ def test_a_connection_that_breaks_ends_the_program(said: bytes) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
 
 
-def test_the_survey_and_why_there_is_none() -> None:
-    facts = run_survey([sys.executable, "-", "/"], timeout_s=60)
-    assert facts["python"] == ".".join(map(str, sys.version_info[:3]))
-    for argv, why in (
-        (["sh", "-c", "echo nothing here >&2; exit 3"], "nothing here.*tried: sh -c"),
-        (["/no/such/python", "-"], "No such file"),
-        (["sh", "-c", "echo no JSON"], "Expecting value"),
-    ):
-        with pytest.raises(SurveyError, match=why):
-            run_survey(argv, timeout_s=60)
-
-
 def test_what_takes_time_is_surveyed_once() -> None:
     """As long as the environment is the same; what may change meanwhile is looked at again."""
 
     def ask(**asked: Any) -> dict[str, Any]:
-        return run_survey([sys.executable, "-", "/", "", json.dumps(asked)], timeout_s=60)
+        argv = [sys.executable, "-", "/", "", json.dumps(asked)]
+        source = survey_source().encode()
+        done = subprocess.run(argv, input=source, capture_output=True, check=True, timeout=60)
+        return dict(json.loads(done.stdout))
 
     facts = ask()
     slow = {"nvcc": "99.9", "capabilities": [9.9], "torch_build": {"cuda": "99", "works": True}}

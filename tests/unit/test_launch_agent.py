@@ -327,7 +327,7 @@ def test_the_handshake_looks_around(rig: Rig) -> None:
 def test_the_way_to_a_host(rig: Rig, address: str) -> None:
     if ":" in address and not Path("/proc/net/if_inet6").read_text():
         pytest.skip("no IPv6 on this machine")
-    found = rig.ask("route", to=address)
+    found = rig.ask("network", to=address)
     assert (found["address"], found["interface"]) == (address, "lo")
 
 

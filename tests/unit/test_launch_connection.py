@@ -276,18 +276,21 @@ def test_runs_that_wait_for_a_host_start_in_their_order(agent: Rig, tmp_path: Pa
             rig.connection.hosts = (0,)
             rig.handshake(run_dir=str(spec.run_dir.root))
 
-        def uses(at: int) -> list[tuple[str, int]]:
+        queued = "node-a: 1 run queued before this one"
+
+        def uses(at: int) -> list[str]:
             place = [rigs[at].connection]
             found = uses_of_hosts(specs[at], place, is_trial=False, queued_at=1000 + at)
             # Other tests may run beside this one.
-            return [(u.run_dir, u.count) for u in found if not u.run_dir or u.run_dir == other_run]
+            return [text.split(f" of {other_run}")[0] for text, run in found
+                    if run in ("", other_run)]  # fmt: skip
 
-        assert uses(0) == [(other_run, 1)]
-        assert uses(1) == [(other_run, 1), ("", 1)]
+        assert uses(0) == ["node-a: is busy with 1 rank"]
+        assert uses(1) == ["node-a: is busy with 1 rank", queued]
         other.kill()
         other.wait()
         assert uses(0) == []
-        assert uses(1) == [("", 1)]
+        assert uses(1) == [queued]
         agent.ask("watch")
         agent.process(rank=0)
         wait_until(lambda: uses(1) == [], timeout_s=10)

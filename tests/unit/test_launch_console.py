@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import json
@@ -57,14 +58,19 @@ def test_a_flood_of_words_does_not_fill_the_memory(tmp_path: Path) -> None:
     assert len(line) == 1_200_000
 
 
+def update(run_dir: RunDir, event: str, path: str, data: bytes) -> None:
+    encoded = base64.b64encode(data).decode()
+    apply_update(run_dir, {"event": event, "path": path, "data": encoded})
+
+
 def test_updates_of_private_disks(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for data in (b"one\n", b"two\n"):
-        apply_update(run_dir, {"event": "append", "path": "logs/rank-001.log"}, data)
+        update(run_dir, "append", "logs/rank-001.log", data)
     assert run_dir.rank_log(1).read_text() == "one\ntwo\n"
     for path in (pattern.replace("*", "001") for pattern in (*STREAMED, *REPLACED)):
         for data in (b"{}", b'{"state": "x"}'):
-            apply_update(run_dir, {"event": "replace", "path": path}, data)
+            update(run_dir, "replace", path, data)
         assert json.loads((tmp_path / path).read_text()) == {"state": "x"}
 
 
@@ -73,7 +79,7 @@ def test_updates_of_private_disks(tmp_path: Path) -> None:
 )
 def test_a_host_cannot_write_anything_else(path: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a file that ranks write"):
-        apply_update(RunDir(tmp_path), {"event": "append", "path": path}, b"x")
+        update(RunDir(tmp_path), "append", path, b"x")
 
 
 def test_a_terminal_that_cannot_print_it() -> None:

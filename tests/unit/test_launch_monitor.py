@@ -18,15 +18,14 @@ from llmx.errors import LaunchError
 from llmx.launch.agents import preflight as preflight_module
 from llmx.launch.agents.connection import Connection, Message
 from llmx.launch.supervision import attempt as attempt_module
-from llmx.launch.supervision import hang as hang_module
 from llmx.launch.supervision import monitor as watch_module
+from llmx.launch.supervision import progress as hang_module
 from llmx.launch.supervision.attempt import Attempt
 from llmx.launch.supervision.classify import classify
 from llmx.launch.supervision.console import Console, RunLog
-from llmx.launch.supervision.hang import waiting_places
 from llmx.launch.supervision.journal import Journal
 from llmx.launch.supervision.monitor import SUSPENDED_S, RankMonitor
-from llmx.launch.supervision.progress import Progress
+from llmx.launch.supervision.progress import Progress, waiting_places
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.train.status import RankStatus
@@ -327,7 +326,7 @@ def test_at_a_restart_a_network_that_is_down_is_waited_for(
     journal.state("preparing", attempt=2)
     restart._wait_for_network(rig.spec)
     why = "waiting for the network between the hosts: a -> b, port {}: no connection"
-    assert rig.said.getvalue() == f"{why.format(0)}; giving up in 30:00\n"
+    assert rig.said.getvalue() == f"{why.format(0)}; giving up in 30:00\nA firewall.\n"
     assert states == ["", *map(why.format, range(3))]
     assert read_json(rig.run_dir.supervisor)["state"] == "preparing"
     rig.spec.exp.launch.host_wait_s = 0.0
@@ -395,7 +394,7 @@ def test_what_agents_sent_last_comes_before_whole_copies(
     )  # fmt: skip
     attempt.monitor, attempt.connections = rig.monitor, rig.connections
     attempt.launched, attempt.runner = True, subprocess.Popen(["true"])
-    attempt._shut_down(0)
+    attempt._shut_down()
     rig.monitor.poll(final=True)
     assert copied == ['{"kind": "end"}\n'] == [rig.run_dir.metrics.read_text()]
 

@@ -10,13 +10,13 @@ import pytest
 
 from llmx.failures.diagnose import Failure
 from llmx.launch.supervision.classify import classify
-from llmx.launch.supervision.hang import hang_failure
 from llmx.launch.supervision.outcome import (
     Evidence,
     RankExit,
     all_finished,
     exit_code_of,
 )
+from llmx.launch.supervision.progress import hang_failure
 from llmx.plan import make_plan
 from llmx.plan.types import Plan
 from tests.launches import experiment
@@ -42,6 +42,9 @@ def failed(time: float, message: str, *, kind: str = "RuntimeError", **more: Any
 def cut_off(time: float) -> Any:
     """A rank that lost its connections."""
     return failed(time, RESET, category="comm")
+
+
+STOPPED = Failure("interrupted", "stopped by Ctrl-C", stopped_by="user", time=100.0)
 
 
 def state(name: str, time: float = 200.0) -> dict[str, Any]:
@@ -82,8 +85,8 @@ KILLED_2 = "srun: error: node-b: task 2: Killed"
         # A lost host explains broken connections.
         ({0: cut_off(100.0), 2: state("training")}, {"lost_hosts": {"node-b": 99.0}}, ("host_lost", None)),
         # A failure before the interrupt stays one; what follows it is none.
-        ({0: failed(99.0, "boom"), 1: state("interrupted")}, {"interrupted_at": 100.0}, ("crash", 0)),
-        ({0: state("interrupted"), 1: cut_off(101.0)}, {"interrupted_at": 100.0}, ("interrupted", None)),
+        ({0: failed(99.0, "boom"), 1: state("interrupted")}, {"stopped": STOPPED}, ("crash", 0)),
+        ({0: state("interrupted"), 1: cut_off(101.0)}, {"stopped": STOPPED}, ("interrupted", None)),
         # Ended by somebody else, and what followed; the launcher ends the neighbours of a failed rank.
         ({0: cut_off(100.5), 2: state("interrupted", 100.0)}, {}, ("interrupted", 2)),
         ({0: cut_off(100.0), 1: state("interrupted", 101.0)}, {}, ("comm", 0)),
@@ -101,8 +104,7 @@ def test_the_cause_among_what_the_ranks_say(
 
 
 def test_who_asked_for_the_end_is_named(plan: Plan) -> None:
-    evidence = Evidence(interrupted_at=100.0, interrupted_by="Ctrl-C")
-    assert "Ctrl-C" in classify(evidence, plan).cause
+    assert classify(Evidence(stopped=STOPPED), plan) == STOPPED
     by_signal = Evidence(statuses={2: state("interrupted")}, runner_code=1)
     assert "SIGTERM" in classify(by_signal, plan).cause
 

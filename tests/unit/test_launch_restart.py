@@ -25,7 +25,6 @@ from llmx.launch.supervision import supervisor as supervisor_module
 from llmx.launch.supervision.attempt import local_disk_failure
 from llmx.launch.supervision.backoff import Backoff, HostSelection, disk_problem, without_hosts
 from llmx.launch.supervision.console import Console, RunLog
-from llmx.launch.supervision.hang import find_stuck_rank, main_stack
 from llmx.launch.supervision.journal import (
     Journal,
     append_line,
@@ -35,7 +34,7 @@ from llmx.launch.supervision.journal import (
     write_resume,
 )
 from llmx.launch.supervision.outcome import AttemptRecord
-from llmx.launch.supervision.progress import Progress
+from llmx.launch.supervision.progress import Progress, find_stuck_rank, main_stack
 from llmx.launch.supervision.restart import Decision, decide
 from llmx.launch.supervision.signals import ShutdownRequest
 from llmx.launch.supervision.supervisor import Supervisor

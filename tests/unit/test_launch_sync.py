@@ -176,7 +176,7 @@ def test_the_other_hosts_need_not_finish(tmp_path: Path, monkeypatch: pytest.Mon
 
     hosts: list[Any] = [Away("node-a", 0), Host("node-b", 1)]
     began = time.monotonic()
-    with pytest.raises(LaunchError, match="node-a: cannot create the directories: it is away"):
+    with pytest.raises(LaunchError, match="node-a: cannot write the run.s files: it is away"):
         push(spec(tmp_path), hosts, lambda text: None)
     assert time.monotonic() - began < 300
 
@@ -276,7 +276,12 @@ class LocalRsync:
 def collector(run: RunDir, host: SavingHost) -> CheckpointSync:
     launch = SimpleNamespace(sync="rsync")
     plan = SimpleNamespace(hosts=[SimpleNamespace(is_local=False)], ranks=[])
-    spec: Any = SimpleNamespace(run_dir=run, exp=SimpleNamespace(launch=launch), plan=plan)
+    spec: Any = SimpleNamespace(
+        run_dir=run,
+        exp=SimpleNamespace(launch=launch),
+        plan=plan,
+        path_on=lambda _, path: str(path),
+    )
     connections: Any = [host]
     made = CheckpointSync(spec, connections, RunLog(run.root / "log", Console(io.StringIO())))
     made._pool = LocalRsync(host.disk)  # type: ignore[assignment]

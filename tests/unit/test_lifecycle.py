@@ -33,9 +33,9 @@ from llmx.launch.supervision.outcome import Result
 from llmx.launch.supervision.signals import ShutdownRequest, sender_of
 from llmx.lifecycle import preflight
 from llmx.lifecycle.batch import batch_script, requeue_job
-from llmx.lifecycle.detach import detach
 from llmx.lifecycle.knowledge import DEMO, informed, tokenizer_rows
 from llmx.lifecycle.preflight import check_inputs
+from llmx.lifecycle.start import detach
 from llmx.run.rundir import RunDir, write_json
 from tests.agents import wait_until
 from tests.composing import composed as compose
@@ -410,9 +410,9 @@ def test_a_number_that_is_another_process_now(
     ],
 )  # fmt: skip
 def test_who_ended_the_run(number: int, environ: dict[str, str], kind: str, words: str) -> None:
-    sender = sender_of(number, environ, now=1000.0)
-    assert sender.kind == kind
-    assert words in sender.words
+    sender, text = sender_of(number, environ, now=1000.0)
+    assert sender == kind
+    assert words in text
 
 
 REQUEST = ("hardware=slurm", "hardware.nodes=2", "hardware.slots=4", "hardware.device=a100_80g")

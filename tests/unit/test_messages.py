@@ -21,7 +21,7 @@ from llmx.config import ModelConfig, experiment_from_dict, experiment_of_snapsho
 from llmx.config.build import schema_fields
 from llmx.config.model_rules import model_config_problems
 from llmx.errors import LlmxError
-from llmx.hardware.hostfile import parse_hostfile
+from llmx.hardware.resolve import parse_hostfile
 from tests.composing import composed
 from tests.fuzz.check import FOREIGN
 

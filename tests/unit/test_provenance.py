@@ -16,7 +16,12 @@ import pytest
 
 from llmx.hardware import survey
 from llmx.launch import rank_environment
-from llmx.lifecycle.hosts import ask_hosts, host_differences, hosts_then_and_now, of_this_machine
+from llmx.lifecycle.resume.run_state import (
+    ask_hosts,
+    host_differences,
+    hosts_then_and_now,
+    of_this_machine,
+)
 from llmx.run.provenance import code_files, content, git_state, record
 from llmx.run.provenance.content import fingerprint, fingerprints, hub_commit
 from llmx.run.provenance.differences import (
@@ -348,7 +353,8 @@ def test_every_host_is_asked_and_one_out_of_reach_is_said(tmp_path) -> None:
     away = dataclasses.replace(
         done.plan.hosts[0], name="away.invalid", address="away.invalid", is_local=False
     )
-    plan = dataclasses.replace(done.plan, hosts=(*done.plan.hosts, away))
+    hosts = (*done.plan.hosts, away)
+    plan = dataclasses.replace(done.plan, hosts=hosts, transport="ssh")
     found = ask_hosts(done.experiment, plan)
     here = found["localhost"]
     assert here["python"] == ".".join(str(part) for part in sys.version_info[:3])

@@ -319,7 +319,7 @@ def test_files_of_other_hosts_need_not_be_here(run) -> None:
     assert problems_of(run, 10) == []
     (directory / "rank-00001.safetensors").write_bytes(b"x" * 10)
     assert problems_of(run, 10) == ["rank-00002.safetensors: is missing, expected 10 bytes"]
-    assert newest_usable(run, read_state(run).checkpoints).step is None
+    assert newest_usable(run, read_state(run).checkpoints)[0] is None
     (directory / "manifest.json").write_text("{}")
     assert "manifest.json" in problems_of(run, 10)[0]
 

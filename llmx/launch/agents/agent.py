@@ -422,7 +422,10 @@ class Agent:
                 continue
             if host and _link(f"/proc/{entry}/ns/uts") not in ("", host):
                 continue
-            pid, environ = int(entry), _environ(entry)
+            pid = int(entry)
+            text = _bytes(f"/proc/{pid}/environ").decode("utf-8", "replace")
+            # Empty for a process of another user.
+            environ = dict(part.split("=", 1) for part in text.split("\0") if "=" in part)
             token, user = environ.get("LLMX_RUN_TOKEN", ""), _user_id(pid)
             is_dead = (
                 token != ""
@@ -473,11 +476,12 @@ class Agent:
     def do_network(self, message: Message) -> Message:
         """The interface that ranks use here: the one of that name, else the one on the route to
         another host; its address and MTU. ``interfaces``: all of this host, name -> addresses."""
-        interfaces = _interfaces()
-        name = message.get("interface")
+        interfaces, name = _interfaces(), message.get("interface")
+        address: str | None
         if name is None:
-            route = self.do_route(message)
-            name, address = route["interface"], route["address"]
+            address = _address_towards(message["to"])
+            bare = address.partition("%")[0]
+            name = next((name for name, listed in interfaces.items() if bare in listed), None)
         else:
             addresses = interfaces.get(name, [])
             address = next((a for a in addresses if not a.startswith("fe80:")), None)
@@ -525,20 +529,6 @@ class Agent:
         for thread in threads:
             thread.join()
         return {"results": results}
-
-    def do_route(self, message: Message) -> Message:
-        """The address and interface of this host on the route to another one."""
-        failure: OSError | None = None
-        for family, kind, _, _, to in socket.getaddrinfo(message["to"], 9, type=socket.SOCK_DGRAM):
-            with socket.socket(family, kind) as probe:
-                try:
-                    probe.connect(to)
-                except OSError as error:  # no route in this address family
-                    failure = failure or error
-                    continue
-                address = probe.getsockname()[0]
-            return {"address": address, "interface": _interface_of(address)}
-        raise failure or OSError(f"{message['to']} has no address")
 
     def do_mkdir(self, message: Message) -> Message:
         for path in message["paths"]:
@@ -683,14 +673,6 @@ class Agent:
                     if os.path.isfile(path):
                         sizes[os.path.relpath(path, self.run_dir)] = os.path.getsize(path)
         return {"files": sizes}
-
-    def do_pin(self, message: Message) -> Message:
-        """Set the checkpoints that the ranks here must not prune."""
-        path = os.path.join(self.run_dir, "checkpoints/pinned")
-        with open(f"{path}.new", "w", encoding="utf-8") as file:
-            file.write("".join(f"{step}\n" for step in message["steps"]))
-        os.replace(f"{path}.new", path)
-        return {}
 
     def do_stop(self, message: Message) -> Message:
         self.watching = False
@@ -877,12 +859,6 @@ def _user_name(user_id: int | None) -> str:
         return str(user_id)
 
 
-def _environ(pid: str) -> dict[str, str]:
-    """The environment of a process; empty where it is another user's."""
-    text = _bytes(f"/proc/{pid}/environ").decode("utf-8", "replace")
-    return dict(part.split("=", 1) for part in text.split("\0") if "=" in part)
-
-
 def _device_of(values: dict[str, str]) -> str | None:
     """The GPU of a rank by its environment, as CUDA_VISIBLE_DEVICES names it; empty for a rank on
     the CPU, None where it is not known."""
@@ -991,10 +967,18 @@ def _close(sockets: list[socket.socket]) -> None:
         listener.close()
 
 
-def _interface_of(address: str) -> str | None:
-    """The interface that has this address."""
-    address = address.partition("%")[0]
-    return next((name for name, listed in _interfaces().items() if address in listed), None)
+def _address_towards(host: str) -> str:
+    """The address of this host on the route to another one."""
+    failure: OSError | None = None
+    for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.connect(place)
+            except OSError as error:  # no route in this address family
+                failure = failure or error
+                continue
+            return str(probe.getsockname()[0])
+    raise failure or OSError(f"{host} has no address")
 
 
 def _interfaces() -> dict[str, list[str]]:

@@ -24,13 +24,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from llmx.hardware.remote import BOOTSTRAP, framed
+from llmx.hardware import survey
 from llmx.launch.ssh_config import ssh_argv
 from llmx.launch.supervision.tail import tail_text
 
 AGENT = Path(__file__).with_name("agent.py")
 AGENT_SOURCE = AGENT.read_bytes()
 """Read once: an update of llmx while a run continues must not mix two versions of the protocol."""
+# Reads the source from stdin, and no byte more: what follows is for the program.
+BOOTSTRAP = (
+    "import os\n"
+    "def take(k):\n"
+    " d=os.read(0,k)\n"
+    " return d or os._exit(1)\n"  # the connection broke
+    "n=b''\n"
+    "while not n.endswith(b'\\n'): n+=take(1)\n"
+    "s=b''\n"
+    "while len(s)<int(n): s+=take(int(n)-len(s))\n"
+    "exec(compile(s,'llmx-remote','exec'),{'__name__':'__main__'})\n"
+)
+"""What ``python -c`` gets on the command line. Its input stays open for what the program reads."""
 Message = dict[str, Any]
 HEARTBEAT_S = 3.0
 """Seconds between two pings to the agent of another host."""
@@ -42,6 +55,16 @@ SSH_OPTIONS = ("-oServerAliveInterval=4", "-oServerAliveCountMax=3")
 lost on the way. Of an agent that runs, the pings show earlier that it is silent."""
 CLOCK_SAMPLES = 20
 """The clock of a host is measured by the quickest of the last so many pings: it may be set."""
+
+
+def framed(source: bytes) -> bytes:
+    """The source of a program as ``BOOTSTRAP`` reads it."""
+    return f"{len(source)}\n".encode() + source
+
+
+def survey_source() -> str:
+    """The source of the survey (``llmx/hardware/survey.py``)."""
+    return Path(survey.__file__).read_text(encoding="utf-8")
 
 
 class AgentError(Exception):
@@ -167,7 +190,9 @@ class Connection:
                 reply = replies.get(timeout=max(0.0, min(0.1, deadline - time.monotonic())))
             except queue.Empty:
                 if self.lost_at is not None:
-                    printed = self.stderr_tail() or "\n".join(self._printed)[-2000:].strip()
+                    # The end of the stderr of ssh (or of Python), of this connection only.
+                    errors = tail_text(self.log, start=self._log_start, max_bytes=2000).strip()
+                    printed = errors or "\n".join(self._printed)[-2000:].strip()
                     raise AgentError(printed or "the connection closed") from None
                 if time.monotonic() >= deadline:
                     raise AgentError(f"no reply within {timeout_s:.0f} s") from None
@@ -180,10 +205,6 @@ class Connection:
         """Ask whether the agent is alive; the reply also measures its clock."""
         if self.lost_at is None:
             self.send("ping", sent=time.monotonic())
-
-    def stderr_tail(self) -> str:
-        """The end of the stderr of ssh (or of Python), of this connection only."""
-        return tail_text(self.log, start=self._log_start, max_bytes=2000).strip()
 
     def close(self, *, timeout_s: float) -> None:
         """Close the connection: an agent that still runs ends the run on its host, and exits."""

@@ -26,7 +26,6 @@ from llmx.hardware.compare import (
     ram_problem,
     storage_of,
 )
-from llmx.hardware.remote import survey_source
 from llmx.hardware.survey import space_facts
 from llmx.launch.agents.connection import (
     AgentError,
@@ -35,6 +34,7 @@ from llmx.launch.agents.connection import (
     local_connection,
     remote_connection,
     request_all,
+    survey_source,
 )
 from llmx.launch.agents.mesh import Node, find_nodes, mesh_problems, probe_mesh
 from llmx.launch.environment import configured_env, gpus_of_hosts, rank_env, tool_env
@@ -299,39 +299,17 @@ def kill_leftovers(spec: LaunchSpec, connections: list[Connection], log: RunLog)
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class HostUse:
-    """Another run that has a host of this one, or waits for it."""
-
-    host: str
-    run_dir: str
-    """Empty: runs that have waited for longer."""
-    user: str = ""
-    since: float = 0.0
-    count: int = 0
-    """Its ranks there, or the runs that wait."""
-
-    @property
-    def words(self) -> str:
-        if not self.run_dir:
-            return f"{self.host}: {plural(self.count, 'run')} queued before this one"
-        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.since))
-        return (
-            f"{self.host}: is busy with {plural(self.count, 'rank')} of {self.run_dir}, a run of "
-            f"{self.user}, since {since}"
-        )
-
-
 def uses_of_hosts(
     spec: LaunchSpec, connections: list[Connection], *, is_trial: bool, queued_at: int = 0
-) -> list[HostUse]:
-    """The other runs on the hosts, or on the GPUs that this one would use, and those that have
-    waited for them since before ``queued_at`` (0: this one does not wait). ``is_trial``: the other
-    trials of a sweep, whose directories are beside this one, are no others.
+) -> list[tuple[str, str]]:
+    """A sentence on each other run that has a host or a GPU of this one, with its run directory
+    (empty: runs that have waited for the host since before ``queued_at``; 0: this one does not
+    wait). ``is_trial``: the other trials of a sweep, whose directories are beside this one, are no
+    others.
 
     LaunchError where a host of a run that waits has been lost meanwhile.
     """
-    plan, uses = spec.plan, []
+    plan, uses = spec.plan, list[tuple[str, str]]()
     # Runs on the CPU of this machine alone are small, and share it.
     shared = not (plan.on_gpus or transport_of(plan.transport).has_agents)
     if spec.exp.launch.allow_busy or (shared and not queued_at):
@@ -348,19 +326,18 @@ def uses_of_hosts(
                 text = _unreachable(spec, connection, str(reply))
                 raise HostsUnreachable(text, [connection.name]) from reply
             continue  # no /proc
-        host = plan.hosts[connection.hosts[0]]
-        gpus_here = gpus.get(host.name, [])
+        host = plan.hosts[connection.hosts[0]].name
         runs: dict[str, list[Message]] = {}
         for rank in reply["ranks"]:
             is_sibling = is_trial and Path(rank["run_dir"]).parent == spec.run_dir.root.parent
-            if not is_sibling and (not plan.on_gpus or may_use(rank["device"], gpus_here)):
+            if not is_sibling and (not plan.on_gpus or may_use(rank["device"], gpus.get(host, []))):
                 runs.setdefault(rank["run_dir"], []).append(rank)
-        uses += [
-            HostUse(host.name, run_dir, ranks[0]["user"], ranks[0]["since"], len(ranks))
-            for run_dir, ranks in runs.items()
-        ]
+        for run_dir, ranks in runs.items():
+            since = time.strftime("%Y-%m-%d %H:%M", time.localtime(ranks[0]["since"]))
+            text = f"is busy with {plural(len(ranks), 'rank')} of {run_dir}, a run of "
+            uses.append((f"{host}: {text}{ranks[0]['user']}, since {since}", run_dir))
         if reply["ahead"]:
-            uses.append(HostUse(host.name, "", count=reply["ahead"]))
+            uses.append((f"{host}: {plural(reply['ahead'], 'run')} queued before this one", ""))
     return uses
 
 
@@ -379,10 +356,10 @@ def check_busy(spec: LaunchSpec, connections: list[Connection], *, is_trial: boo
     if uses:
         raise LaunchError(
             "\n".join(
-                f"{use.words}. Wait for its end (launch.queue=true does), end it where it was "
-                f"started (python -m llmx stop {use.run_dir}), or use other hosts. "
-                "launch.allow_busy=true starts this run beside it."
-                for use in uses
+                f"{text}. Wait for its end (launch.queue=true does), end it where it was started "
+                f"(python -m llmx stop {run_dir}), or use other hosts. launch.allow_busy=true "
+                "starts this run beside it."
+                for text, run_dir in uses
             )
         )
 
@@ -412,11 +389,12 @@ def check_environments(
             storage = storage_of(spec.plan, host.name)
             warning = "" if storage is None else ram_problem(storage, host.name, here)
             return (*space, warning) if warning else space
-    surveys, problems = survey_hosts(spec, connections, is_alone=is_alone)
-    if problems and is_alone:
-        return (*space, f"not checked before the start: {problems[0]}")
-    if problems:
-        raise LaunchError("\n".join(problems))
+    surveys, unsurveyed = survey_hosts(spec, connections, is_alone=is_alone)
+    if unsurveyed:
+        text = "\n".join(unsurveyed.values())
+        if is_alone:
+            return (*space, f"not checked before the start: {text}")
+        raise LaunchError(text)
     offsets_s, gpus = clock_offsets(connections), gpus_of_hosts(spec)
     findings = compare_hosts(spec.exp, spec.plan, surveys, offsets_s=offsets_s, gpus=gpus)
     if not is_alone:
@@ -456,8 +434,8 @@ def survey_hosts(
     *,
     is_alone: bool = False,
     remove: Mapping[str, Sequence[str]] | None = None,
-) -> tuple[dict[str, Message], list[str]]:
-    """Host -> its survey, by the agents; all hosts at once. And why others have none.
+) -> tuple[dict[str, Message], dict[str, str]]:
+    """Host -> its survey, by the agents; all hosts at once. And host -> why it has none.
 
     ``is_alone``: there is no host to compare with, and the ranks themselves check what torch was
     built for; ``remove``: host -> stale locks that are removed first.
@@ -482,14 +460,14 @@ def survey_hosts(
         arguments.append(json.dumps({**questions[name], **earlier}))
         return {"python": spec.python_on(index), "program": survey_source(), "arguments": arguments}
 
-    surveys, problems = {}, []
+    surveys, problems = {}, {}
     for connection, reply in request_all(
         used.values(), "survey", timeout_s=SURVEY_TIMEOUT_S, message=request
     ):
         name = connection.name
         if isinstance(reply, AgentError):
             python = spec.python_on(connection.hosts[0])
-            problems.append(f"{name}: {python} cannot survey this host: {reply}")
+            problems[name] = f"{name}: {python} cannot survey this host: {reply}"
             continue
         surveys[name] = reply["facts"]
         records[name].note_survey(names[name], reply["facts"])

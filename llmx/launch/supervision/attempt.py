@@ -37,7 +37,7 @@ from llmx.launch.supervision.classify import classify
 from llmx.launch.supervision.console import RunLog
 from llmx.launch.supervision.journal import Journal, write_resume
 from llmx.launch.supervision.monitor import RankMonitor
-from llmx.launch.supervision.outcome import AttemptRecord, Evidence
+from llmx.launch.supervision.outcome import AttemptRecord
 from llmx.launch.supervision.rollout_pool import RolloutPool
 from llmx.launch.supervision.signals import Interrupted, ShutdownRequest
 from llmx.launch.sync import push
@@ -80,7 +80,6 @@ class Attempt:
         self.connections: list[Connection] = []
         self.launched = False
         """Whether the start of ranks has begun."""
-        self.is_shut_down = False
         self.runner: subprocess.Popen[bytes] | None = None
         """``deepspeed``, where the agents do not start the ranks."""
         self.monitor: RankMonitor | None = None
@@ -107,29 +106,29 @@ class Attempt:
 
     def _outcome(self) -> Failure:
         try:
-            self.journal.state("preparing", attempt=self.number)
-            self.shutdown.raises = True
-            if self.shutdown.count:
-                raise Interrupted
-            self._prepare()
-            self.shutdown.raises = False
-            self._start()
-            self._monitor_ranks()
-            return classify(self._finish(), self.spec.plan)
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._shut_down)
+                self.journal.state("preparing", attempt=self.number)
+                self.shutdown.raises = True
+                if self.shutdown.count:
+                    raise Interrupted
+                self._prepare()
+                self.shutdown.raises = False
+                self._start()
+                self._monitor_ranks()
+            assert self.monitor is not None
+            self.monitor.poll(final=True)
+            self.monitor.read_logs()
+            return classify(self.monitor.evidence, self.spec.plan)
         except Interrupted:
-            return Failure(
-                "interrupted",
-                f"stopped by {self.shutdown.source} before the start",
-                stopped_by=self.shutdown.kind,
-            )
+            cause = f"stopped by {self.shutdown.source} before the start"
+            return Failure("interrupted", cause, stopped_by=self.shutdown.kind)
         except LlmxError as error:
             return launch_failure(error)
         except OSError as error:
             return local_disk_failure(error, self.spec.run_dir)
         finally:
-            self.shutdown.raises = False
             self.log.console.close()
-            self._shut_down(FAILURE_GRACE_S)
 
     def _new_checkpoint(self) -> int | None:
         """The newest step that this attempt committed, by the status of rank 0 or by its files
@@ -171,22 +170,16 @@ class Attempt:
             if not self.is_restart:
                 check_busy(spec, connections, is_trial=self.is_trial)
             return
-        queued_at, has_waited = time.time_ns(), False
+        queued_at = time.time_ns()
 
         def problem() -> str:
-            nonlocal has_waited
             uses = uses_of_hosts(spec, connections, is_trial=self.is_trial, queued_at=queued_at)
             if not uses:
                 return ""
-            has_waited = True
             further = f", and {len(uses) - 1} more" if len(uses) > 1 else ""
-            self._waiting(f"{uses[0].words}{further}")
-            return f"waiting for its turn (launch.queue=true): {uses[0].words}"
+            return f"waiting for its turn (launch.queue=true): {uses[0][0]}{further}"
 
-        self.backoff.wait(problem)
-        if has_waited:
-            self.log.info("the hosts are free")
-        self.journal.state("preparing", attempt=self.number)
+        self.backoff.wait(problem, over="the hosts are free")
 
     def _with_rollout_servers(self, spec: LaunchSpec) -> LaunchSpec:
         """Prepare the servers of ``rollout.hosts``. At a restart the run goes on without them."""
@@ -210,19 +203,14 @@ class Attempt:
         """Wait for hosts that do not reach each other as for those that do not answer over ssh."""
 
         def problem() -> str:
-            text = network_problem(spec, self.connections)
-            if not text:
+            lines = network_problem(spec, self.connections).splitlines()
+            if not lines:
                 return ""
-            first = text.splitlines()[0].removesuffix(".")
-            why = f"waiting for the network between the hosts: {first}"
-            self._waiting(why)
-            return why
+            why = f"waiting for the network between the hosts: {lines[0].removesuffix('.')}"
+            # The last one has the likely cause, such as a firewall, and its fix.
+            return "\n".join([why, *lines[1:][-1:]])
 
         self.backoff.wait(problem, limit_s=spec.exp.launch.host_wait_s)
-        self.journal.state("preparing", attempt=self.number)
-
-    def _waiting(self, why: str) -> None:
-        self.journal.state("waiting", attempt=self.number, why=why)
 
     def _start(self) -> None:
         spec = self.spec
@@ -271,43 +259,37 @@ class Attempt:
                 break
             if monitor.is_over(self.runner.poll() if self.runner else None):
                 return
-        monitor.evidence.interrupted_at = self.shutdown.time
-        monitor.evidence.interrupted_by = self.shutdown.source
-        monitor.evidence.sender = self.shutdown.kind
+        monitor.evidence.stopped = Failure(
+            "interrupted",
+            f"stopped by {self.shutdown.source}",
+            stopped_by=self.shutdown.kind,
+            time=self.shutdown.time or time.time(),
+        )
         self.log.info(
             f"{self.shutdown.source}: ranks save a checkpoint and exit within "
             f"{self.spec.exp.launch.stop_grace_s:.0f} s; a second signal ends them at once"
         )
 
-    def _finish(self) -> Evidence:
-        """Shut down on every host; what was observed and written."""
-        assert self.monitor is not None
-        self.journal.state("ending", attempt=self.number)
-        self.monitor.evidence.ended_at = time.time()
-        if self.shutdown.count and self.monitor.failed_at is None:
-            self._shut_down(self.spec.exp.launch.stop_grace_s, save=True)
-        else:
-            # Where every rank has left well, only DeepSpeed's launchers are there.
-            self._shut_down(0.0 if self.monitor.all_left else FAILURE_GRACE_S)
-        self.monitor.poll(final=True)
-        self.monitor.read_logs()
-        return self.monitor.evidence
-
-    def _shut_down(self, grace_s: float, *, save: bool = False) -> None:
-        """End the ranks on every host, pull their outputs, end the agents. Once."""
-        if self.is_shut_down:
-            return
-        self.is_shut_down = True
-        spec, log, monitor = self.spec, self.log, self.monitor
-        lost = set(monitor.evidence.lost_hosts) if monitor else set()
+    def _shut_down(self) -> None:
+        """End the ranks on every host, pull their outputs, end the agents."""
+        self.shutdown.raises = False
+        spec, log, monitor, connections = self.spec, self.log, self.monitor, self.connections
+        self.journal.state("ending")
+        lost: set[str] = set()
+        grace_s, save = FAILURE_GRACE_S, False
         if monitor is not None:
+            monitor.evidence.ended_at = time.time()
             monitor.end_renewals()
-        connections, checkpoints = self.connections, self.checkpoints
+            lost = set(monitor.evidence.lost_hosts)
+            if self.launched and self.shutdown.count and monitor.failed_at is None:
+                grace_s, save = spec.exp.launch.stop_grace_s, True
+            elif monitor.all_left:
+                grace_s = 0.0  # only DeepSpeed's launchers are there
         for connection in connections:
             if connection.name in lost:  # so that nothing waits for its replies
                 connection.lost_at = connection.lost_at or time.time()
-        if checkpoints is not None:
-            checkpoints.stop()
+        if self.checkpoints is not None:
+            self.checkpoints.stop()
         shut_down(
             spec,
             connections,
@@ -318,17 +300,16 @@ class Attempt:
             grace_s=grace_s,
             save=save,
         )
-        if self.launched and connections:
+        if self.launched and monitor is not None:
             if self.runner is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     code = self.runner.wait(timeout=5)
-                    if monitor is not None and code >= 0:
+                    if code >= 0:
                         monitor.evidence.runner_code = code
-            if monitor is not None:
-                monitor.drain()
+            monitor.drain()
             pull_outputs(spec, connections, log)
-            if checkpoints is not None:
-                checkpoints.pull_rest([c for c in connections if c.lost_at is None])
+            if self.checkpoints is not None:
+                self.checkpoints.pull_rest([c for c in connections if c.lost_at is None])
         if self.pool is not None:
             self.pool.stop()
         for connection in connections:

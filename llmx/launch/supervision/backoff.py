@@ -55,60 +55,40 @@ class Backoff:
         until = time.monotonic() + wait_s
         while not self.shutdown.count and (left_s := until - time.monotonic()) > 0:
             self._pause("restart in", left_s, at_most_s=0.5)
-        return self._ended()
+        self.log.console.countdown("", 0.0)
+        return not self.shutdown.count
 
-    def wait_for_hosts(self, spec: LaunchSpec, *, limit_s: float) -> list[str]:
-        """Wait until every host answers; returns those that still do not after ``limit_s``."""
-        missing: list[str] = []
-
-        def problem() -> str:
-            missing[:] = unreachable_hosts(spec)
-            return f"waiting for {', '.join(missing)} to answer over ssh" if missing else ""
-
-        self.wait(problem, limit_s=limit_s)
-        return missing
-
-    def wait_for_disk(self, spec: LaunchSpec, host: str | None, *, limit_s: float) -> bool:
-        """Wait until the disk of the run directory on ``host`` can be written and has space for a
-        checkpoint; False where it has not in time, or the shutdown was requested."""
-        where = f"{spec.run_dir.root} on {host or 'this machine'}"
-
-        def problem() -> str:
-            text = disk_problem(spec, host)
-            return text and f"{where} {text}: waiting for the disk"
-
-        return not self.wait(problem, limit_s=limit_s) and not self.shutdown.count
-
-    def wait(self, problem: Callable[[], str], *, limit_s: float = math.inf) -> str:
+    def wait(self, problem: Callable[[], str], *, limit_s: float = math.inf, over: str = "") -> str:
         """Wait until there is no ``problem``; the one that is there after ``limit_s``, or when the
-        shutdown was requested. The console shows it every minute, without a limit once."""
-        until, last_text, shown_at = time.monotonic() + limit_s, "", -math.inf
-        while (text := problem()) and not self.shutdown.count:
-            now = time.monotonic()
-            if now >= until:
-                break
-            if limit_s == math.inf:
-                if text != last_text:
-                    self.log.info(text)
-                    last_text = text
-                self._pause("", until - now)
-                continue
-            if now - shown_at > REPORT_EVERY_S:
-                self.log.info(f"{text}; giving up in {clock(until - now)}")
-                shown_at = now
-            self._pause(f"{text}; giving up in", until - now)
-        self._ended()
+        shutdown was requested. ``over``: a message after a wait that was not in vain.
+
+        The console shows the problem every minute, without a limit when it changes. The first line
+        of it is short, for the countdown and ``status``.
+        """
+        is_limited, shown, shown_at = limit_s < math.inf, "", -math.inf
+        text, until = problem(), time.monotonic() + limit_s
+        while text and not self.shutdown.count and (left_s := until - time.monotonic()) > 0:
+            first, *further = text.splitlines()
+            self.journal.state("waiting", why=first)
+            is_due = text != shown
+            if is_limited:
+                is_due = time.monotonic() - shown_at > REPORT_EVERY_S
+            if is_due:
+                end = f"; giving up in {clock(left_s)}" if is_limited else ""
+                self.log.info("\n".join([first + end, *further]))
+                shown, shown_at = text, time.monotonic()
+            self._pause(f"{first}; giving up in" if is_limited else "", left_s)
+            text = problem()
+        self.log.console.countdown("", 0.0)
+        self.journal.state("preparing")
+        if shown and over and not text:
+            self.log.info(over)
         return text
 
     def _pause(self, text: str, left_s: float, *, at_most_s: float = PROBE_EVERY_S) -> None:
         self.log.console.countdown(text, left_s)
         self.journal.heartbeat()
         self.shutdown.event.wait(min(at_most_s, left_s))
-
-    def _ended(self) -> bool:
-        """Clear the countdown; whether the wait ended without a shutdown request."""
-        self.log.console.countdown("", 0.0)
-        return not self.shutdown.count
 
 
 def unreachable_hosts(spec: LaunchSpec) -> list[str]:
@@ -200,19 +180,38 @@ class HostSelection:
         if launch.elastic:
             # A host that the last attempt ran without has been waited for already.
             limit_s = 0.0 if self.spec is not self.full_spec else min(ELASTIC_GRACE_S, limit_s)
-        missing = self.backoff.wait_for_hosts(self.full_spec, limit_s=limit_s)
+        missing = self._wait(limit_s)
         if missing and launch.elastic and not self.backoff.shutdown.count:
             smaller = self._without(missing)
             if smaller is not None:
                 self._use(smaller)
                 return None
-            missing = self.backoff.wait_for_hosts(self.full_spec, limit_s=launch.host_wait_s)
+            missing = self._wait(launch.host_wait_s)
         if missing:
-            return self._hosts_lost(missing)
+            names, within = ", ".join(missing), clock(launch.host_wait_s)
+            return Failure(
+                "host_lost",
+                f"{names} did not come back within {within} (launch.host_wait_s)",
+                f"when it is back: python -m llmx resume {self.full_spec.run_dir.root}; without "
+                "it: the same with launch.elastic=true",
+                host=missing[0],
+                lost_hosts=tuple(missing),
+            )
         if self.spec is not self.full_spec:
             self.log.info("continuing with every host again")
             self._use(self.full_spec)
         return None
+
+    def _wait(self, limit_s: float) -> list[str]:
+        """Wait until every host answers; those that still do not after ``limit_s``."""
+        missing: list[str] = []
+
+        def problem() -> str:
+            missing[:] = unreachable_hosts(self.full_spec)
+            return f"waiting for {', '.join(missing)} to answer over ssh" if missing else ""
+
+        self.backoff.wait(problem, limit_s=limit_s)
+        return missing
 
     def _without(self, missing: Sequence[str]) -> LaunchSpec | None:
         """The run without some hosts; None where it would not be the same run."""
@@ -239,17 +238,6 @@ class HostSelection:
         write_json(
             spec.run_dir.ds_config,
             ds_config(spec.exp.model, spec.exp.zero, spec.exp.optim, spec.plan),
-        )
-
-    def _hosts_lost(self, missing: Sequence[str]) -> Failure:
-        wait_s = self.full_spec.exp.launch.host_wait_s
-        return Failure(
-            "host_lost",
-            f"{', '.join(missing)} did not come back within {clock(wait_s)} (launch.host_wait_s)",
-            f"when it is back: python -m llmx resume {self.full_spec.run_dir.root}; without it: "
-            "the same with launch.elastic=true",
-            host=missing[0],
-            lost_hosts=tuple(missing),
         )
 
 

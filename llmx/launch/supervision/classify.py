@@ -44,15 +44,11 @@ def classify(evidence: Evidence, plan: Plan) -> Failure:
         *(_ended_by_agent(host, report) for host, report in evidence.agent_ends.items()),
         *(_host_lost(host, time) for host, time in evidence.lost_hosts.items()),
     ]
-    if evidence.interrupted_at is not None:
+    if evidence.stopped is not None:
         # Ranks that exit on request may break each other's connections: no failure.
-        failures = [failure for failure in failures if failure.time < evidence.interrupted_at]
+        failures = [failure for failure in failures if failure.time < evidence.stopped.time]
         if not failures:
-            return Failure(
-                "interrupted",
-                f"stopped by {evidence.interrupted_by or 'the user'}",
-                stopped_by=evidence.sender or "user",
-            )
+            return evidence.stopped
     before = failures
     if evidence.ended_at is not None:
         before = [failure for failure in failures if failure.time < evidence.ended_at]
@@ -90,7 +86,7 @@ def _failures_of_ranks(evidence: Evidence, plan: Plan) -> Iterator[Failure]:
         elif rank_exit is not None and state not in FINAL_STATES:
             failure = _unreported(number, host, rank_exit, log, bool(status), evidence.launcher_log)
             failure = replace(failure, time=rank_exit.time, traceback=_traceback_in(log))
-        elif state == "interrupted" and evidence.interrupted_at is None:
+        elif state == "interrupted" and evidence.stopped is None:
             by_slurm = transport_of(plan.transport).allocates
             failure = _signalled(number, host, by_slurm=by_slurm)
             failure = replace(failure, time=float(status.get("time") or 0.0) - offset_s)

@@ -112,7 +112,7 @@ class Journal:
         """All lines of ``attempts.jsonl``, also of earlier supervisors."""
         self._unwritten: list[dict[str, Any]] = []
         """Lines that could not be written yet (full disk)."""
-        self._now: dict[str, Any] = {}
+        self._now: dict[str, Any] = {"attempt": len(self.attempts)}
         self._written_at = 0.0
 
     @property
@@ -120,11 +120,19 @@ class Journal:
         """The number of automatic restarts."""
         return sum(line.get("decision") == "restart" for line in self.attempts)
 
-    def state(self, state: str, *, attempt: int, why: str = "", until: float | None = None) -> None:
-        """Record what the supervisor does from now on. ``until``: seconds since the epoch."""
+    def state(
+        self,
+        state: str,
+        *,
+        attempt: int | None = None,
+        why: str = "",
+        until: float | None = None,
+    ) -> None:
+        """Record what the supervisor does from now on. ``attempt``: None leaves it unchanged;
+        ``until``: seconds since the epoch."""
         self._now = {
             "state": state,
-            "attempt": attempt,
+            "attempt": self._now["attempt"] if attempt is None else attempt,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "time": time.time(),
@@ -136,7 +144,7 @@ class Journal:
     def heartbeat(self, why: str | None = None) -> None:
         """Refresh the time in ``supervisor.json``, and ``why`` unless it is None, every few
         seconds; call it often."""
-        if self._now and time.monotonic() - self._written_at > REFRESH_S:
+        if "state" in self._now and time.monotonic() - self._written_at > REFRESH_S:
             self._now["time"] = time.time()
             self._now["why"] = self._now["why"] if why is None else why
             self._write()

@@ -7,7 +7,6 @@ connection breaks is connected anew, and its ranks are taken over.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import queue
 import threading
@@ -25,18 +24,19 @@ from llmx.launch.agents.preflight import (
 )
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.console import RunLog
-from llmx.launch.supervision.hang import (
+from llmx.launch.supervision.outcome import Evidence, RankExit, all_finished
+from llmx.launch.supervision.progress import (
+    NOTICE_S,
     NOTICE_STACKS_S,
     STACKS_S,
     UNSAFE_STACKS_S,
+    Progress,
     Stacks,
     find_stuck_rank,
     hang_failure,
     main_stack,
     waiting_places,
 )
-from llmx.launch.supervision.outcome import Evidence, RankExit, all_finished
-from llmx.launch.supervision.progress import NOTICE_S, Progress
 from llmx.launch.supervision.tail import (
     FINAL_STATES,
     SHOWN_BYTES,
@@ -190,7 +190,9 @@ class RankMonitor:
         for record in self._metrics.read():
             self.log.console.record(record)
             self.progress.take_record(record)
-        self._update_clock_offsets()
+        for rank in self.plan.ranks:
+            if connection := connection_to(self.connections, rank.host):
+                self.evidence.offsets_s[rank.rank] = connection.clock_offset_s
         self._polled_at = time.monotonic()
 
     @property
@@ -482,7 +484,7 @@ class RankMonitor:
             event = message.get("event")
             if event in ("append", "replace"):
                 try:
-                    apply_update(self.run_dir, message, base64.b64decode(message["data"]))
+                    apply_update(self.run_dir, message)
                 except (OSError, ValueError) as error:
                     # A full disk, for example; at the end of the run whole files are copied.
                     self.log.debug(f"{connection.name}: {message['path']} is not written: {error}")
@@ -510,9 +512,3 @@ class RankMonitor:
                 message.get("code"),
             ),
         )
-
-    def _update_clock_offsets(self) -> None:
-        for rank in self.plan.ranks:
-            for connection in self.connections:
-                if rank.host in connection.hosts:
-                    self.evidence.offsets_s[rank.rank] = connection.clock_offset_s

@@ -53,10 +53,8 @@ class Evidence:
     launcher_log: str = ""
     rank_logs: dict[int, str] = field(default_factory=dict)
     """Rank -> the end of its log."""
-    interrupted_at: float | None = None
-    interrupted_by: str = ""
-    sender: str = ""
-    """Who asked for the end (``Sender.kind``)."""
+    stopped: Failure | None = None
+    """Set where the end was requested."""
     hang: Failure | None = None
     """Set where no rank made progress for too long."""
     ended_at: float | None = None

@@ -7,7 +7,6 @@ agent ends its servers with the run, and a server ends with its agent (``llmx.ro
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import queue
 import threading
@@ -147,7 +146,7 @@ class RolloutPool:
         at, name = connection.hosts[0], connection.name
         hosts = self.spec.plan.hosts
         try:
-            route = first.request("route", to=hosts[at].address, timeout_s=30)
+            route = first.request("network", to=hosts[at].address, timeout_s=30)
         except AgentError as error:
             raise LaunchError(
                 f"{first.name}: has no route to the rollout host {name} ({error}). Set the address "
@@ -232,8 +231,7 @@ class RolloutPool:
             match message.get("event"):
                 case "append" | "replace":
                     with contextlib.suppress(OSError, ValueError):
-                        data = base64.b64decode(message["data"])
-                        apply_update(self.spec.run_dir, message, data)
+                        apply_update(self.spec.run_dir, message)
                 case "rank_exit":
                     self._restart(connection, message["rank"])
                 case "lost" if connection.lost_at is not None:  # else of a try before the last

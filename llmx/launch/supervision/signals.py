@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,37 +28,27 @@ class Interrupted(Exception):
     """The shutdown was requested before anything was started."""
 
 
-@dataclass(frozen=True)
-class Sender:
-    """Who asked the run to end."""
+def sender_of(number: int, environ: Mapping[str, str], *, now: float) -> tuple[str, str]:
+    """The sender of a signal, by the job that the supervisor runs in, and a text about it:
+    schedulers send SIGTERM and SIGUSR1. ``now``: seconds since the epoch.
 
-    kind: str
-    """``user`` (the terminal, kill, ``stop``), ``time_limit``, or ``scheduler`` (a preemption, or
-    scancel)."""
-    words: str
-
-
-def sender_of(number: int, environ: Mapping[str, str], *, now: float) -> Sender:
-    """The sender of a signal, by the job that the supervisor runs in: schedulers send SIGTERM and
-    SIGUSR1. ``now``: seconds since the epoch."""
+    The sender is ``user`` (the terminal, kill, ``stop``), ``time_limit``, or ``scheduler`` (a
+    preemption, or scancel).
+    """
     name = signal.Signals(number)
     job = environ.get("SLURM_JOB_ID")
     if name in _NAMES or not job:
-        return Sender("user", _NAMES.get(name, name.name))
+        return "user", _NAMES.get(name, name.name)
+    of_job = f"{name.name} of Slurm job {job}"
     end = environ.get("SLURM_JOB_END_TIME", "")  # seconds since the epoch
     if not end.isdecimal():
-        words = f"{name.name} of Slurm job {job} (its time limit, a preemption or scancel)"
-        return Sender("scheduler", words)
+        return "scheduler", f"{of_job} (its time limit, a preemption or scancel)"
     left_s = int(end) - now
-    if left_s <= BEFORE_LIMIT_S:
-        words = (
-            f"{name.name} before the time limit of Slurm job {job}, {clock(max(0, left_s))} left"
-        )
-        return Sender("time_limit", words)
-    words = (
-        f"{name.name} of Slurm job {job} (preempted or cancelled, {clock(left_s)} before its limit)"
-    )
-    return Sender("scheduler", words)
+    if left_s > BEFORE_LIMIT_S:
+        text = f"{of_job} (preempted or cancelled, {clock(left_s)} before its limit)"
+        return "scheduler", text
+    text = f"{name.name} before the time limit of Slurm job {job}, {clock(max(0, left_s))} left"
+    return "time_limit", text
 
 
 STOP_POLL_S = 0.5
@@ -73,7 +62,7 @@ class ShutdownRequest:
         self.source = ""
         """The first signal, as the user knows it: ``Ctrl-C``, ``SIGTERM``."""
         self.kind = ""
-        """Who sent it (``Sender.kind``)."""
+        """Who sent it (``sender_of``)."""
         self.signal = ""
         """The name of the first signal; empty where there was none."""
         self.time: float | None = None
@@ -122,9 +111,9 @@ class ShutdownRequest:
         self.event.set()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        sender = sender_of(number, os.environ, now=time.time())
+        kind, text = sender_of(number, os.environ, now=time.time())
         self.signal = self.signal or signal.Signals(number).name
-        self.request(sender.words, sender.kind)
+        self.request(text, kind)
         if self.raises:
             self.raises = False
             raise Interrupted

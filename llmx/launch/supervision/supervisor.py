@@ -23,7 +23,7 @@ from llmx.failures.diagnose import Failure
 from llmx.launch.files import make_spec
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.attempt import Attempt, local_disk_failure
-from llmx.launch.supervision.backoff import Backoff, HostSelection
+from llmx.launch.supervision.backoff import Backoff, HostSelection, disk_problem
 from llmx.launch.supervision.console import Console, RunLog
 from llmx.launch.supervision.finalize import (
     finish_tracker,
@@ -190,11 +190,20 @@ class Supervisor:
         )
         if not self.backoff.sleep(decision.wait_s):
             return self._interrupted_while_waiting()
-        if decision.wait_for == "disk" and not self.backoff.wait_for_disk(
-            self.hosts.spec, outcome.host, limit_s=self.launch.host_wait_s
-        ):
+        if decision.wait_for == "disk" and self._wait_for_disk(outcome.host):
             return self._interrupted_while_waiting() if self.shutdown.count else outcome
         return self._select_hosts()
+
+    def _wait_for_disk(self, host: str | None) -> str:
+        """Wait until the disk of the run directory on ``host`` has space for a checkpoint; the
+        problem that is left."""
+        where = f"{self.run_dir.root} on {host or 'this machine'}"
+
+        def problem() -> str:
+            text = disk_problem(self.hosts.spec, host)
+            return text and f"{where} {text}: waiting for the disk"
+
+        return self.backoff.wait(problem, limit_s=self.launch.host_wait_s)
 
     def _select_hosts(self) -> Failure | None:
         """Select the hosts of the next attempt; an outcome where there is none."""

@@ -5,6 +5,7 @@ Only complete lines are read; a file that does not exist yet is empty.
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 from pathlib import Path
@@ -66,8 +67,9 @@ def tail_text(path: Path, *, start: int = 0, max_bytes: int = 16384) -> str:
         return ""
 
 
-def apply_update(run_dir: RunDir, message: dict[str, Any], data: bytes) -> None:
+def apply_update(run_dir: RunDir, message: dict[str, Any]) -> None:
     """Write what an agent read from a private disk into the run directory of this machine."""
+    data = base64.b64decode(message["data"])
     name = str(message["path"])
     if not _STREAMED.fullmatch(name):
         raise ValueError(f"{name!r} is not a file that ranks write")

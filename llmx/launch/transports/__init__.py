@@ -1,4 +1,4 @@
-"""The transports, which start ranks on hosts: one file for each, and here their common part.
+"""The transports, which start ranks on hosts; here their common part.
 
 ``local``: this machine; ``ssh``: the agents start ranks; ``pdsh``: ssh to every host in parallel;
 ``openmpi``: ``mpirun``; ``slurm``: ``srun``; ``external``: another program has started the
@@ -21,7 +21,7 @@ from typing import Any
 from llmx.config.by_host import keys_of
 from llmx.config.plugins import TRANSPORTS
 from llmx.config.schema import Experiment, HardwareConfig, LaunchConfig
-from llmx.hardware.hostfile import HostSlots
+from llmx.hardware.resolve import HostSlots
 from llmx.launch.environment import rank_env, render_ds_env, render_exports
 from llmx.launch.spec import LaunchSpec
 from llmx.plan.types import Plan

@@ -1,5 +1,5 @@
-"""The agents of llmx start the ranks of their hosts. That needs nothing but ssh and Python, each
-host gets a command of its own, and a rank's exit code comes back. The default for several hosts.
+"""The agents of llmx start the ranks of their hosts (``ssh``, ``local``): the default. That needs
+nothing but ssh and Python, each host gets a command of its own, and a rank's exit code comes back.
 
 ``launch.transport=ssh dry_run=true``; ``RUN_DIR/command.txt`` has commands for a shell, by which
 DeepSpeed's launcher on each host starts the same ranks.
@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from llmx.config.schema import Experiment, HardwareConfig, LaunchConfig
 from llmx.config.validate import RESERVED
 from llmx.launch.environment import configured_env, launcher_env, rank_env, render_exports
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.ssh_config import ssh_argv
-from llmx.launch.transports import Transport, module_argv
+from llmx.launch.transports import Transport, deepspeed_argv, module_argv
+from llmx.plan.types import Plan
 
 
 class SshTransport(Transport):
@@ -64,6 +67,33 @@ class SshTransport(Transport):
                 "END\n"
             )
         return "".join(blocks) + "wait\n"
+
+
+class LocalTransport(SshTransport):
+    """All ranks on this machine, started by its agent. ``command.txt`` has the ``deepspeed``
+    command, whose two launchers each import torch first."""
+
+    name = "local"
+    programs = ()
+    is_remote = False
+    has_agents = False
+
+    def problems(self, launch: LaunchConfig, hardware: HardwareConfig) -> Iterator[str]:
+        yield from super().problems(launch, hardware)
+        if len(hardware.hosts) > 1:
+            yield (
+                f"launch.transport=local starts the ranks of this machine only, but there are "
+                f"{len(hardware.hosts)} hosts. Use launch.transport=ssh, pdsh, openmpi or slurm."
+            )
+
+    def cores(self, exp: Experiment, plan: Plan) -> tuple[int | None, int | None]:
+        return len(os.sched_getaffinity(0)), None
+
+    def argv(self, spec: LaunchSpec) -> list[str]:
+        return deepspeed_argv(spec, module_argv(spec))
+
+    def commands(self, spec: LaunchSpec) -> str:
+        return Transport.commands(self, spec)
 
 
 def rank_variables(spec: LaunchSpec, host: int) -> dict[int, dict[str, str]]:

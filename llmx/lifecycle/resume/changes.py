@@ -263,7 +263,12 @@ def next_run(
     check_effects(new, words.overrides, command="resume")
     composed = keep_choice(plan_experiment(new), old_plan, keys)
     new = composed.experiment
-    _refuse_other_batch(old_plan, composed.plan)
+    batch, old_batch = composed.plan.batch.global_batch, old_plan.batch.global_batch
+    if batch != old_batch:
+        raise ConfigError(
+            f"the global batch would be {batch}, but it was {old_batch}: step k would no longer "
+            "have the same samples. Choose batch.micro_batch and hardware so that it can stay."
+        )
     return Next(
         former=exp,
         composed=composed,
@@ -327,15 +332,6 @@ def with_same_batch(exp: Experiment, keys: set[str], plan: Plan) -> Experiment:
         accumulation=exp.batch.accumulation if "batch.accumulation" in keys else None,
     )
     return dataclasses.replace(exp, batch=batch)
-
-
-def _refuse_other_batch(old: Plan, new: Plan) -> None:
-    if new.batch.global_batch != old.batch.global_batch:
-        raise ConfigError(
-            f"the global batch would be {new.batch.global_batch}, but it was "
-            f"{old.batch.global_batch}: step k would no longer have the same samples. Choose "
-            "batch.micro_batch and hardware so that it can stay."
-        )
 
 
 def _total(data: DataConfig, task: TaskConfig, plan: Plan, state: RunState) -> int | None:

@@ -15,7 +15,6 @@ from llmx.compose.complete import check_paths
 from llmx.compose.words import Words
 from llmx.config import Experiment
 from llmx.errors import ConfigError
-from llmx.lifecycle.hosts import hosts_then_and_now, of_this_machine
 from llmx.lifecycle.knowledge import informed, keep_traces
 from llmx.lifecycle.resume.changes import (
     SAME,
@@ -28,8 +27,10 @@ from llmx.lifecycle.resume.changes import (
 from llmx.lifecycle.resume.run_state import (
     RunState,
     archive_run,
+    hosts_then_and_now,
     is_hashed,
     newest_usable,
+    of_this_machine,
     problems_of,
     read_state,
     roll_back,
@@ -164,17 +165,18 @@ def first_step(run: RunDir, state: RunState, step: int | None) -> int:
                 f"{steps}."
             )
         return step
-    newest = newest_usable(run, state.checkpoints)
+    newest, damaged = newest_usable(run, state.checkpoints)
     # The ranks refuse it, too (llmx.train.resume), but on hosts, and minutes later.
-    if newest.step is None and state.saved - set(newest.damaged) and newest.damaged:
+    if newest is None and damaged and state.saved - set(damaged):
+        listed = "\n".join(f"  step {step}: {text}" for step, text in damaged.items())
         raise CheckpointError(
-            f"none of the checkpoints in {run.checkpoints} can be used:\n{newest.words()}\nPut a "
-            f"good copy of the named file back, or begin again: python -m llmx resume "
+            f"none of the checkpoints in {run.checkpoints} can be used:\n{listed}\nPut a good copy "
+            f"of the named file back, or begin again: python -m llmx resume "
             f"{shlex.quote(str(run.root))} step=0 (the damaged ones are kept in history/)."
         )
-    for damaged, problems in newest.damaged.items():
-        print(f"  damaged   checkpoint of step {damaged}: {'; '.join(problems)}")
-    return newest.step or 0
+    for damaged_step, text in damaged.items():
+        print(f"  damaged   checkpoint of step {damaged_step}: {text}")
+    return newest or 0
 
 
 def _print_changes(

@@ -1,12 +1,13 @@
-"""Reads the state of a run from its directory: its end, the checkpoint to resume from, its
-history."""
+"""Reads the state of a run: its end, the checkpoint to resume from, its history; and asks its
+hosts, to compare them with those of its launch (``hosts.json``)."""
 
 from __future__ import annotations
 
+import queue
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,15 @@ from llmx.checkpoint.pointers import BEST, LATEST, read_pointer, set_pointer
 from llmx.checkpoint.selection import is_present, list_steps, verify
 from llmx.compose.words import Words
 from llmx.config import Experiment
+from llmx.launch.agents.preflight import start_agents, survey_hosts
+from llmx.launch.files import make_spec
+from llmx.plan.types import Plan
 from llmx.run import snapshot, trust
 from llmx.run.metrics.lines import read_metrics
-from llmx.run.provenance.differences import Difference
+from llmx.run.provenance.differences import HARMLESS, MAY, Difference, differences
+from llmx.run.provenance.machine import PACKAGES
 from llmx.run.rundir import RunDir, read_mapping, write_json
+from llmx.run.scratch import scratch_directory
 
 if TYPE_CHECKING:
     from llmx.lifecycle.resume.changes import Change
@@ -123,29 +129,15 @@ HASHED_BYTES = 1 << 30
 """A checkpoint up to this size is verified here, in about a second."""
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The newest checkpoint without a problem here, and the newer ones with one."""
-
-    step: int | None
-    damaged: dict[int, list[str]] = field(default_factory=dict)
-
-    def words(self) -> str:
-        """The damaged checkpoints, one per line."""
-        return "\n".join(
-            f"  step {step}: {'; '.join(problems)}" for step, problems in self.damaged.items()
-        )
-
-
-def newest_usable(run: RunDir, steps: Sequence[int]) -> Chosen:
-    """The newest of these steps that looks whole."""
-    damaged: dict[int, list[str]] = {}
+def newest_usable(run: RunDir, steps: Sequence[int]) -> tuple[int | None, dict[int, str]]:
+    """The newest of these checkpoints without a problem here; and newer step -> its problems."""
+    damaged: dict[int, str] = {}
     for step in sorted(steps, reverse=True):
         problems = problems_of(run, step)
         if not problems:
-            return Chosen(step, damaged)
-        damaged[step] = problems
-    return Chosen(None, damaged)
+            return step, damaged
+        damaged[step] = "; ".join(problems)
+    return None, damaged
 
 
 def problems_of(run: RunDir, step: int) -> list[str]:
@@ -251,3 +243,67 @@ def set_aside(run: RunDir, steps: Sequence[int], directory: Path) -> None:
                 set_pointer(run.checkpoints, name, left[-1])
             else:  # which of the others is the best is known to the ranks, at their next save
                 (run.checkpoints / name).unlink()
+
+
+def hosts_then_and_now(run: RunDir, exp: Experiment, plan: Plan) -> list[Difference]:
+    """Ask the hosts of a run over several now, and list the differences from then."""
+    then = read_mapping(run.hosts)
+    if len(plan.hosts) < 2 or not then:
+        return []
+    return host_differences(then, ask_hosts(exp, plan))
+
+
+def ask_hosts(exp: Experiment, plan: Plan) -> dict[str, dict[str, Any]]:
+    """Host -> its survey, by an agent there; ``{"error": why}`` for one that does not answer."""
+    with scratch_directory() as directory:
+        spec = make_spec(exp, plan, RunDir(directory), port=0)
+        connections = start_agents(spec, queue.Queue())
+        try:
+            surveys, problems = survey_hosts(spec, connections, is_alone=True)
+        finally:
+            for connection in connections:
+                connection.close(timeout_s=5)
+    return surveys | {name: {"error": problem} for name, problem in problems.items()}
+
+
+def host_differences(
+    then: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]
+) -> list[Difference]:
+    """The differences of each host that took part then and does now. Pure."""
+    rows = []
+    for name, facts in now.items():
+        if "error" in facts:
+            rows.append(Difference(MAY, f"{name}: cannot be asked", "-", str(facts["error"])))
+        elif name in then and "error" not in then[name]:
+            rows += [
+                replace(row, what=f"{name}: {row.what}")
+                for row in differences(_record(then[name]), _record(facts))
+            ]
+    return rows
+
+
+def of_this_machine(rows: list[Difference], plan: Plan) -> list[Difference]:
+    """Mark differences of this machine's packages and devices as harmless if no rank runs on it."""
+    if any(host.is_local for host in plan.hosts):
+        return rows
+    machine = {*PACKAGES, "GPUs", "CPU", "NVIDIA driver", "CUDA of torch", "NCCL", "Python"}
+    return [
+        replace(row, severity=HARMLESS, what=f"{row.what} (here, where no rank runs)", advice="")
+        if row.what in machine
+        else row
+        for row in rows
+    ]
+
+
+def _record(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """A survey in the form of ``provenance.json``."""
+    record: dict[str, Any] = {
+        "python": {"version": facts.get("python")},
+        "packages": facts.get("packages") or {},
+        "nvidia_driver": facts.get("driver"),
+        "nccl": dict(pin.split("==", 1) for pin in facts.get("nccl") or ()),
+        "cpu": facts.get("cpu"),
+    }
+    if "gpu_names" in facts:
+        record["gpus"] = facts["gpu_names"]
+    return record
