@@ -40,7 +40,7 @@ class Runs:
 
     def __init__(self, session: Session, *, total: int) -> None:
         self.session, self.total = session, total
-        self.log = StepLog(session, total=total)
+        self.log = StepLog(session)
         self.done = 0
         self.peer = session.run_dir.root / "peer"
 

@@ -371,7 +371,7 @@ def _batch_loss(trial: _Trial, samples: Sequence[Sample], method: AttentionMetho
         return micro_batch_loss(trial.model, inputs, labels)
     at = target_positions(labels, trial.device)
     scores = _scores(trial.model(**inputs))[at.rows, at.columns]
-    return scores.sum() * 0.0 if at.empty else _cross_entropy(scores, at.tokens)
+    return _cross_entropy(scores, at.tokens)
 
 
 @torch.no_grad()

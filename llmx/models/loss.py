@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -198,7 +198,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
         weight_gradient = bias_gradient = None
-        for start in range(0, len(targets), rows):
+        for start in range(0, max(1, len(targets)), rows):
             part, chunk_targets = hidden[start : start + rows], targets[start : start + rows]
             logits = torch.nn.functional.linear(part, weight, bias)
             total += _cross_entropy_(
@@ -304,10 +304,10 @@ def fused_linear_cross_entropy(
 
 
 def _chunks(logits: torch.Tensor) -> Iterator[slice]:
-    """The rows that are turned into fp32 together."""
+    """The rows that are turned into fp32 together; an empty slice where there are none."""
     elements = CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS["cuda"])
     size = max(1, elements // logits.shape[-1])
-    for start in range(0, len(logits), size):
+    for start in range(0, max(1, len(logits)), size):
         yield slice(start, start + size)
 
 
@@ -325,94 +325,50 @@ def target_log_probabilities(
     return apply(logits, targets, vocab_size or logits.shape[-1])
 
 
-def without_rows(values: torch.Tensor) -> torch.Tensor:
-    """No row of ``values``, with the graph of all of them: a rank that has nothing to learn takes
-    part in the collectives of ZeRO."""
-    return values[:0] + values.sum() * 0.0
-
-
-def target_log_values(
-    engine: nn.Module,
-    inputs: dict[str, Any],
-    labels: torch.Tensor,
-    *,
-    vocab_size: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``target_log_probabilities`` of a micro batch, in the order of ``labels``.
-
-    Arguments as of ``micro_batch_loss``. Without a target it still runs forward, and what comes
-    back is empty but has the graph, so that the collectives of ZeRO match on every rank.
-    """
-    at = target_positions(labels, inputs["input_ids"].device)
-    logits = logits_at(engine, inputs, at)
-    if at.empty:
-        empty = without_rows(logits.float().reshape(-1))
-        return empty, empty
-    return target_log_probabilities(logits, at.tokens, vocab_size=vocab_size)
-
-
 def values_of_logits(
-    engine: nn.Module,
-    inputs: dict[str, Any],
-    labels: torch.Tensor,
+    logits: torch.Tensor,
+    targets: torch.Tensor,
     function: OfLogits,
     *beside: torch.Tensor,
     vocab_size: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """The values of ``function`` over the logits at targets, [n, ...] each, with a graph.
+    """The values of ``function`` over ``logits`` [n, V], [n, ...] each, with a graph.
 
     Args:
         beside: [n, ...], in the order of the targets; without a gradient.
-
-    Other arguments and the empty case as of ``target_log_values``.
+        vocab_size: see ``target_log_probabilities``.
     """
-    at = target_positions(labels, inputs["input_ids"].device)
-    logits = logits_at(engine, inputs, at)
     apply: Callable[..., tuple[torch.Tensor, ...]] = _ValuesOfLogits.apply
-    if not at.empty:
-        return apply(logits, at.tokens, vocab_size or logits.shape[-1], function, *beside)
-    with torch.no_grad():
-        blank = [values.new_zeros((1, *values.shape[1:])) for values in beside]
-        shapes = function(torch.zeros_like(logits[:, :vocab_size]).float(), at.tokens, *blank)
-    zero = logits.float().sum() * 0.0
-    return tuple(
-        values[:0] + zero.to(values.dtype) if values.is_floating_point() else values[:0]
-        for values in shapes
-    )
+    return apply(logits, targets, vocab_size or logits.shape[-1], function, *beside)
 
 
-@dataclass(frozen=True)
-class TargetPositions:
-    """The positions of the targets of a micro batch, on the device of its inputs.
-
-    Without any target it is one position, so that the head still runs: ZeRO needs its collectives
-    to match on every rank.
-    """
+class TargetPositions(NamedTuple):
+    """The positions of the targets of a micro batch, [n] each, on the device of its inputs."""
 
     rows: torch.Tensor
     columns: torch.Tensor
     tokens: torch.Tensor
-    """int64 [n]: the target at each position."""
-    empty: bool
+    """int64: the target at each position."""
 
 
 def target_positions(labels: torch.Tensor, device: torch.device) -> TargetPositions:
     """The positions of the targets in ``labels`` (see ``micro_batch_loss``), in their order."""
     rows, columns = (labels != IGNORE).nonzero(as_tuple=True)
-    tokens, empty = labels[rows, columns], rows.numel() == 0
-    if empty:
-        rows = columns = tokens = labels.new_zeros(1)
     return TargetPositions(
-        to_device(rows, device), to_device(columns, device), to_device(tokens, device), empty
+        *(to_device(values, device) for values in (rows, columns, labels[rows, columns]))
     )
 
 
-def logits_at(engine: nn.Module, inputs: dict[str, Any], at: TargetPositions) -> torch.Tensor:
-    """[n, V]: the logits of the model at these positions only. Runs it forward."""
+def target_logits(
+    engine: nn.Module, inputs: dict[str, Any], labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, V] and [n]: the logits of the model at the targets of a micro batch only, and the
+    targets. Runs it forward. Arguments as of ``micro_batch_loss``."""
+    at = target_positions(labels, inputs["input_ids"].device)
     model = getattr(engine, "module", engine)
     with head_at(model, at.rows, at.columns):
         logits: torch.Tensor = engine(**inputs, **without_cache(model)).logits[0]
-    return logits
+    return logits, at.tokens
 
 
 @contextmanager
@@ -542,14 +498,15 @@ def micro_batch_loss(
         weights: fp32 [n], of the targets in the order of ``labels``; None: 1.
         token_loss: terms beside the cross entropy.
 
-    A micro batch without targets still runs forward and backward, so that the collectives of
-    ZeRO match on every rank; its loss is 0.
+    A micro batch without targets runs forward and backward, too, its head with no rows, so that the
+    collectives of ZeRO match on every rank; its loss is 0.
     """
     if not fused:
-        values, normalisers = target_log_values(engine, inputs, labels, vocab_size=vocab_size)
-        return token_loss.summed(values, normalisers, weights=weights)
+        logits, targets = target_logits(engine, inputs, labels)
+        values = target_log_probabilities(logits, targets, vocab_size=vocab_size)
+        return token_loss.summed(*values, weights=weights)
     at = target_positions(labels, inputs["input_ids"].device)
-    on_device = None if weights is None or at.empty else to_device(weights, at.rows.device)
+    on_device = None if weights is None else to_device(weights, at.rows.device)
     model = getattr(engine, "module", engine)
     head: Any = output_embedding(model)
 
@@ -567,4 +524,4 @@ def micro_batch_loss(
 
     with head_answers(head, summed_loss):
         loss: torch.Tensor = engine(**inputs, **without_cache(model)).logits.view(())
-    return loss * 0.0 if at.empty else loss
+    return loss

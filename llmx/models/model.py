@@ -32,17 +32,16 @@ from llmx.models.loss import (
     IGNORE,
     OfLogits,
     TokenLoss,
-    logits_at,
     micro_batch_loss,
-    target_log_values,
+    target_log_probabilities,
+    target_logits,
     target_positions,
     to_device,
     values_of_logits,
     without_cache,
-    without_rows,
 )
 from llmx.models.parameters import is_multimodal
-from llmx.models.pooling import has_score, pooled, pooled_tokens, sequence_numbers
+from llmx.models.pooling import has_score, pooled, pooled_tokens, sequence_numbers, without_rows
 from llmx.models.sampling import Sampling
 from llmx.models.spec import BACKBONE as BACKBONE
 from llmx.models.spec import CAUSAL_LM as CAUSAL_LM
@@ -217,7 +216,8 @@ class Model(Decoder):
         positions only, and no fp32 copy of them is ever whole."""
         inputs, labels = self.inputs(batch)
         with self._watch(batch):
-            values, _ = target_log_values(self.forward, inputs, labels, vocab_size=self.vocab_size)
+            logits, targets = target_logits(self.forward, inputs, labels)
+            values, _ = target_log_probabilities(logits, targets, vocab_size=self.vocab_size)
         numbers, count = self.sequences_of_targets(batch)
         return SequenceLogProbs(values, to_device(numbers, self.device), count)
 
@@ -245,23 +245,19 @@ class Model(Decoder):
         """
         inputs, labels = self.inputs(batch)
         with self._watch(batch):
+            logits, targets = target_logits(self.forward, inputs, labels)
+            on_device = (to_device(values, self.device) for values in beside)
             return values_of_logits(
-                self.forward,
-                inputs,
-                labels,
-                function,
-                *(to_device(values, self.device) for values in beside),
-                vocab_size=self.vocab_size,
+                logits, targets, function, *on_device, vocab_size=self.vocab_size
             )
 
     def target_logits(self, batch: Batch) -> torch.Tensor:
         """[n, vocabulary], in the dtype of the network: the logits of every target token. They are
         large; ``log_probabilities`` and ``of_logits`` give what follows from them."""
         inputs, labels = self.inputs(batch)
-        at = target_positions(labels, self.device)
         with self._watch(batch):
-            logits = logits_at(self.forward, inputs, at)[:, : self.vocab_size]
-        return without_rows(logits) if at.empty else logits
+            logits, _ = target_logits(self.forward, inputs, labels)
+            return logits[:, : self.vocab_size]
 
     def sample(
         self,
@@ -290,7 +286,8 @@ class Model(Decoder):
         ``score`` looks at its last token; other heads pool a sequence as their architecture does.
         """
         inputs, _ = self.inputs(batch)
-        empty = not int(batch["segment_ids"].max())  # the collectives of ZeRO need the forward
+        # One of padding alone is passed forward, too: for the collectives of ZeRO.
+        empty = not int(batch["segment_ids"].max())
         if has_score(self.module):
             inputs["pool_at"] = self._pooled_places(batch)
         with self._watch(batch):
@@ -315,7 +312,7 @@ class Model(Decoder):
         inputs["pool_at"] = at.rows, at.columns
         with self._watch(batch):
             scores: torch.Tensor = self.forward(**inputs, **without_cache(self.module))[:, 0]
-        return without_rows(scores.float()) if at.empty else scores.float()
+        return scores.float()
 
     def embeddings(self, batch: Batch, *, pooling: str) -> torch.Tensor:
         """fp32 [sequences, H]: the hidden states of each sequence as one vector, of a network that
@@ -329,8 +326,6 @@ class Model(Decoder):
         """(rows, columns) of the hidden states that a ``score`` looks at."""
         pad_id = self.config.get_text_config().pad_token_id
         rows, columns = pooled_tokens(batch["segment_ids"], batch["input_ids"], pad_id)
-        if not len(rows):
-            rows = columns = torch.zeros(1, dtype=torch.long)
         if self.attention.isolation == "cu_seq_lens":
             length = batch["segment_ids"].shape[1]
             rows, columns = torch.zeros_like(rows), rows * length + columns

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from llmx.models.attention import sequence_spans
-from llmx.models.loss import to_device, without_rows
+from llmx.models.loss import to_device
 from llmx.models.tiny import tiny_config
 
 MEAN, CLS, LAST = POOLINGS = ("mean", "cls", "last")
@@ -45,6 +45,12 @@ def sequence_numbers(segment_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
     first = torch.cumsum(by_line, 0) - by_line
     numbers = first[:, None] + segment_ids - 1
     return numbers.where(segment_ids > 0, -1), int(by_line.sum())
+
+
+def without_rows(values: torch.Tensor) -> torch.Tensor:
+    """No row of ``values``, with the graph of all of them: a rank that has nothing to learn takes
+    part in the collectives of ZeRO."""
+    return values[:0] + values.sum() * 0.0
 
 
 def pooled(hidden: torch.Tensor, segment_ids: torch.Tensor, pooling: str) -> torch.Tensor:

@@ -6,9 +6,10 @@ Tried by ``python -m pytest tests/unit/test_train_batches.py``.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -134,36 +135,38 @@ def make_step(
         )
         for part in micro_batch_places
     )
-    squares = [square_tokens(micro) for micro in micro_batches]
-    target_tokens = store.num_target_tokens(samples)
     weights = {"tokens": store.weight_of(samples), "batch": 0.0}
-    return Step(
-        step=step,
-        micro_batches=micro_batches,
+    return step_of(
+        step,
+        micro_batches,
+        layout,
         weight=weights[normaliser] if normaliser in weights else store.num_examples(samples),
-        target_tokens=target_tokens,
+        target_tokens=store.num_target_tokens(samples),
         tokens=store.num_tokens(samples),
-        square_tokens=sum(squares),
-        work=work_of(micro_batches, squares, layout, balance=balance, rank=rank),
+        speed=None if balance is None else balance.speeds[rank],
     )
 
 
-def work_of(
-    micro_batches: Sequence[dict[str, torch.Tensor]],
-    squares: Sequence[int],
+def step_of(
+    step: int,
+    micro_batches: tuple[dict[str, torch.Tensor], ...],
     layout: Layout,
     *,
-    balance: BalancePlan | None,
-    rank: int,
-) -> int:
-    """``Step.work``. ``squares``: squared tokens of the rows of each micro batch."""
-    speed = RankSpeed(fixed_fs=0, token_fs=1) if balance is None else balance.speeds[rank]
-    work = 0
-    for micro, of_rows in zip(micro_batches, squares, strict=True):
+    weight: float,
+    target_tokens: int,
+    tokens: int,
+    speed: RankSpeed | None,
+) -> Step:
+    """The step of these micro batches, with what they cost. ``speed``: of this rank, in a balanced
+    plan."""
+    speed, work, squares = speed or RankSpeed(fixed_fs=0, token_fs=1), 0, 0
+    for micro in micro_batches:
         lines, length = micro["input_ids"].shape
-        line_squares = lines * length * length
-        work += speed.time_fs(lines * length, line_squares if layout.whole_rows else of_rows)
-    return work
+        of_rows = square_tokens(micro)
+        squares += of_rows
+        of_lines = lines * length * length
+        work += speed.time_fs(lines * length, of_lines if layout.whole_rows else of_rows)
+    return Step(step, micro_batches, weight, target_tokens, tokens, squares, work)
 
 
 def micro_batch(
@@ -212,51 +215,40 @@ def pinned(step: Step) -> Step:
     return replace(step, micro_batches=micro_batches)
 
 
-class Prefetch:
-    """Iterates over steps that a daemon thread prepares ahead; errors come out in order.
+def prefetched(steps: Iterable[Step], *, pin: bool = False) -> Generator[Step, None, None]:
+    """The steps, which a daemon thread prepares ahead; errors come out in order. Closed, also in
+    the middle, it ends the thread.
 
     ``pin``: page-locked, for ranks with a GPU.
     """
+    ready: queue.Queue[Step | BaseException | None] = queue.Queue(maxsize=AHEAD)
+    closed = threading.Event()
 
-    def __init__(self, steps: Iterator[Step], *, pin: bool = False) -> None:
-        self._pin = pin
-        self._queue: queue.Queue[Step | BaseException | None] = queue.Queue(maxsize=AHEAD)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=self._work, args=(steps,), name="prefetch", daemon=True
-        )
-        self._thread.start()
+    def put(item: Step | BaseException | None) -> None:
+        while not closed.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put(item, timeout=0.2)
+                return
 
-    def __iter__(self) -> Iterator[Step]:
-        while (item := self._queue.get()) is not None:
+    def prepare() -> None:
+        try:
+            for step in steps:
+                put(pinned(step) if pin else step)
+                if closed.is_set():
+                    return
+            put(None)
+        except BaseException as error:
+            put(error)
+
+    thread = threading.Thread(target=prepare, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item
-
-    def close(self) -> None:
-        """End the thread, also in the middle."""
-        self._stop.set()
-        while self._thread.is_alive():
-            # It may wait for room in the queue.
-            try:
-                self._queue.get(timeout=0.05)
-            except queue.Empty:
-                self._thread.join(timeout=0.05)
-
-    def _work(self, steps: Iterator[Step]) -> None:
-        try:
-            for step in steps:
-                self._put(pinned(step) if self._pin else step)
-                if self._stop.is_set():
-                    return
-            self._put(None)
-        except BaseException as error:
-            self._put(error)
-
-    def _put(self, item: Step | BaseException | None) -> None:
-        while not self._stop.is_set():
-            try:
-                self._queue.put(item, timeout=0.2)
-                return
-            except queue.Full:
-                continue
+    finally:
+        closed.set()
+        with contextlib.suppress(queue.Empty):  # it may wait for room
+            ready.get_nowait()
+        thread.join()

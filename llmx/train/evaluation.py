@@ -5,7 +5,6 @@ Tried by ``python -m pytest -m deepspeed tests/integration/test_train_export.py`
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -29,14 +28,10 @@ from llmx.train.session import Session
 
 def slices(num_samples: int, *, micro_batches: tuple[int, ...], rank: int) -> list[range]:
     """The samples of each forward of ``rank``: as many forwards on every rank, some empty."""
-    together = sum(micro_batches)
-    offset = sum(micro_batches[:rank])
+    samples, first = range(num_samples), sum(micro_batches[:rank])
     return [
-        range(
-            min(start + offset, num_samples),
-            min(start + offset + micro_batches[rank], num_samples),
-        )
-        for start in range(0, math.ceil(num_samples / together) * together, together)
+        samples[start + first : start + first + micro_batches[rank]]
+        for start in range(0, num_samples, sum(micro_batches))
     ]
 
 
@@ -132,24 +127,20 @@ def write_samples(
 ) -> None:
     """Rewrite ``samples.json`` with the completions ``before`` or ``after`` training, and
     with the metrics of both (``NAME_before``, ``NAME_after``)."""
-    old: dict[str, Any] = {"rows": []}
+    old: dict[str, Any] = {}
     if when == "after" and run_dir.samples.is_file():
         old = read_json(run_dir.samples)
-    # The prompts are the same in the same order; another file is not of this run.
-    recorded = [row["before"] for row in old["rows"]]
-    earlier_completions = recorded if len(recorded) == len(prompts) else [None] * len(prompts)
-    rows = [
-        {
-            "prompt": prompt.prompt,
-            "expected": prompt.expected,
-            "before": completion if when == "before" else earlier,
-            "after": completion if when == "after" else None,
-        }
-        for prompt, completion, earlier in zip(
-            prompts, completions, earlier_completions, strict=True
-        )
-    ]
-    values: dict[str, Any] = {"rows": rows}
+    blanks: list[str | None] = [None] * len(prompts)
+    earlier = [row["before"] for row in old.get("rows", ())]
+    if len(earlier) != len(prompts):  # another file is not of this run
+        earlier = blanks
+    columns = (completions, blanks) if when == "before" else (earlier, completions)
+    values: dict[str, Any] = {
+        "rows": [
+            {"prompt": prompt.prompt, "expected": prompt.expected, "before": before, "after": after}
+            for prompt, before, after in zip(prompts, *columns, strict=True)
+        ]
+    }
     for name, value in scores.items():
         before, after = f"{name}_before", f"{name}_after"
         values[before] = value if when == "before" else old.get(before)
@@ -165,7 +156,7 @@ def evaluation_due(task: TaskConfig, step: int, total: int) -> bool:
     return step in (0, total) or bool(interval and step % interval == 0)
 
 
-def evaluate(session: Session, step: int, total: int) -> bool:
+def evaluate(session: Session, step: int) -> bool:
     """Held-out loss, before and after training completions, too; an ``eval`` line. Collective.
 
     Returns False where a shutdown request interrupted it: the evaluation is then made on resume.
@@ -182,13 +173,19 @@ def evaluate(session: Session, step: int, total: int) -> bool:
         layout=session.layout,
         interrupted=session.saver.stop_requested,
     )
-    if result is None:
-        session.status.enter("training")
-        return False
     declared = session.task.metrics
-    if not result and not any("eval" in metric.kinds for metric in declared.values()):
-        session.status.enter("training")  # a task that generates, and measures nothing beside it
-        return True
+    # A task that generates may measure nothing beside it.
+    if result or (
+        result is not None and any("eval" in metric.kinds for metric in declared.values())
+    ):
+        _write_line(session, step, result)
+    session.status.enter("training")
+    return result is not None
+
+
+def _write_line(session: Session, step: int, result: Mapping[str, Mean | Accumulator]) -> None:
+    """The ``eval`` line of what was measured, with what completions measure beside it."""
+    task, declared = session.task, session.task.metrics
     measured: dict[str, float | None] = {}
     tables: list[Table] = []
     for name, measure in result.items():
@@ -205,10 +202,10 @@ def evaluate(session: Session, step: int, total: int) -> bool:
     mean = result.get("loss")
     weight = mean.weight if isinstance(mean, Mean) else measured.pop("weight", None)
     if "loss" in measured and weight is not None:
-        weighed_by = "target_tokens" if session.task.normaliser == "tokens" else "weight"
+        weighed_by = "target_tokens" if task.normaliser == "tokens" else "weight"
         line["loss"] = measured.pop("loss")
         line[weighed_by] = int(weight) if weight.is_integer() else weight
-    when = {0: "before", total: "after"}.get(step)
+    when = {0: "before", session.length.steps: "after"}.get(step)
     # What was asked for by name, and what the best checkpoint goes by, is measured at every
     # evaluation. So is what may end the training, and what is measured alone.
     goes_by = {session.checkpoint.metric.removeprefix("eval/")}
@@ -217,7 +214,7 @@ def evaluate(session: Session, step: int, total: int) -> bool:
     missing = any(name in declared and name not in measured for name in goes_by)
     if when or missing or not result or session.exp.task.eval_metrics:
         measured.update(complete_eval_prompts(session, when=when))
-    check_measured(session.task, measured)
+    check_measured(task, measured)
     # A metric that this evaluation does not measure is null.
     line.update({name: measured.get(name) for name in declared if "eval" in declared[name].kinds})
     session.metrics.write("eval", step=step, **line)
@@ -228,8 +225,6 @@ def evaluate(session: Session, step: int, total: int) -> bool:
         if value is not None
     ]
     session.log(f"evaluation at step {step}: {'  '.join(texts)}")
-    session.status.enter("training")
-    return True
 
 
 def check_measured(task: Task, measured: Iterable[str]) -> None:

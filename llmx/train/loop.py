@@ -6,7 +6,6 @@ by beginning at another step. Run by ``python -m llmx.worker RUN_DIR`` on every 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Generator, Iterable
 from typing import Any
 
@@ -21,13 +20,13 @@ from llmx.run.card import user_card, write_card
 from llmx.run.rundir import RunDir
 from llmx.tasks import OnlineTask
 from llmx.text import plural
-from llmx.train.batches import Prefetch, Step, make_step, pinned
+from llmx.train.batches import Step, make_step, pinned, prefetched
 from llmx.train.evaluation import (
     complete_eval_prompts,
     evaluate,
     evaluation_due,
 )
-from llmx.train.rebalance import Line, record_change
+from llmx.train.rebalance import rebalance
 from llmx.train.rollout import rollout_step, write_rollouts
 from llmx.train.schedule import lr_at, optim_of
 from llmx.train.session import Session, open_session
@@ -89,41 +88,34 @@ def write_model(session: Session) -> None:
 def train(session: Session) -> None:
     """Train all steps from the resume point, with the evaluations and checkpoints that are due."""
     exp, engine, start, saver = session.exp, session.engine, session.resume_point, session.saver
-    task, world = session.task, session.plan.world_size
-    total, optim = session.length.steps, optim_of(exp.optim, exp.adapter)
+    task, group, total = session.task, session.consensus.group, session.length.steps
+    optim = optim_of(exp.optim, exp.adapter)
     last = max(start.step, min(total, exp.task.stop_at_step or total))
-    write_beginning(session, total=total)
+    write_beginning(session)
     # From now on all ranks exit together, whichever of them receives a signal.
     session.stop.enable(exp.checkpoint.on_signal)
     done = start.step
-    stopping = evaluation_due(exp.task, done, total) and not evaluate(session, done, total)
+    stopping = evaluation_due(exp.task, done, total) and not evaluate(session, done)
     # Also where the checkpoint is of the step at which training ended.
     early = None if stopping or done == total else early_stop(session)
-    step_log = StepLog(session, total=total)
-    rank, interval = session.rank, log_interval(exp.task, total)
+    step_log, interval = StepLog(session), log_interval(exp.task, total)
     steps = steps_of(session, start.step, last)
     try:
-        for number in range(start.step, last):
-            if stopping or early:
-                break
-            done = number + 1
-            line = None
+        while done < last and not (stopping or early):
+            number, done, line = done, done + 1, None
             if done in start.skip_steps:
                 skip(session, done)
                 saver.post_flags()
             else:
                 step = step_log.next_of(steps)
-                samples = task.generated if isinstance(task, OnlineTask) else ()
-                if rank == 0 and samples:
-                    write_rollouts(session.run_dir, samples, step=done, attempt=start.attempt)
                 engine.set_lr(lr_at(number, optim=optim, total=total))
-                seed_step(exp.seed, number, rank)
+                seed_step(exp.seed, number, session.rank)
                 loss_sum = train_step(
                     engine,
                     step,
                     task,
-                    world=world,
-                    group=session.consensus.group,
+                    world=session.plan.world_size,
+                    group=group,
                     metrics=step_log.metrics,
                     timed=step_log.timed,
                     before_update=saver.post_flags,
@@ -141,7 +133,7 @@ def train(session: Session) -> None:
             stopping = flags.stop
             if not stopping and evaluation_due(exp.task, done, total):
                 with step_log.paused():
-                    stopping = not evaluate(session, done, total)
+                    stopping = not evaluate(session, done)
                     early = None if stopping or done == total else early_stop(session)
             if not (stopping or early) and done < last:
                 saver.at_boundary(done, flags, step_log)
@@ -150,12 +142,16 @@ def train(session: Session) -> None:
     if stopping or session.consensus.post_and_read(saver.flags()).stop:
         saver.save_and_exit(done, step_log)
     if early:
-        last = done
-        end_early(session, early, step=done, total=total)
-    saver.at_end(last, step_log)
+        # What completions the model gives that this early end leaves.
+        complete_eval_prompts(session, when="after")
+        session.metrics.event(
+            "early_stopped", step=done, reason=str(early), best_step=early.best_step
+        )
+        session.log(f"training ends at step {done} of {total}: {early}")
+    saver.at_end(done, step_log)
     if session.stop.disable():
         exit_interrupted(session.status)
-    session.metrics.write("end", step=last, weights_hash=weights_hash(engine))
+    session.metrics.write("end", step=done, weights_hash=weights_hash(engine))
 
 
 def log_interval(task: TaskConfig, total: int) -> int:
@@ -172,16 +168,10 @@ def early_stop(session: Session) -> EarlyStop | None:
     return all_gather(decision, group=session.consensus.group)[0]
 
 
-def end_early(session: Session, why: EarlyStop, *, step: int, total: int) -> None:
-    """The event and the line of an early end, and completions of the model that it leaves."""
-    complete_eval_prompts(session, when="after")
-    session.metrics.event("early_stopped", step=step, reason=str(why), best_step=why.best_step)
-    session.log(f"training ends at step {step} of {total}: {why}")
-
-
-def write_beginning(session: Session, *, total: int) -> None:
+def write_beginning(session: Session) -> None:
     """The ``start`` line of a new run, or the ``resumed`` event of one that continues."""
-    start, parameters = session.resume_point, num_parameters(session.engine.module)
+    start, total = session.resume_point, session.length.steps
+    parameters = num_parameters(session.engine.module)
     trained = num_parameters(session.engine.module, trained=True)
     part = "" if trained == parameters else f" ({trained:,} trained)"
     session.log(f"{parameters:,} parameters{part}, {total} steps")
@@ -221,24 +211,10 @@ def write_beginning(session: Session, *, total: int) -> None:
 
 def skip(session: Session, step: int) -> None:
     """Skip the samples of a step at which training diverged."""
-    samples = [session.length.samples_at(step - 1), session.length.samples_at(step)]
-    session.metrics.event("skipped", step=step, samples=samples)
-    count = plural(samples[1] - samples[0], "sample")
+    first, stop = session.length.samples_at(step - 1), session.length.samples_at(step)
+    session.metrics.event("skipped", step=step, samples=[first, stop])
+    count = plural(stop - first, "sample")
     session.log(f"step {step} is skipped (resume.json): {count} not trained")
-
-
-def rebalance(session: Session, step: int, line: Line | None) -> bool:
-    """Change the split over the ranks after a step, where that is due; the same on every rank."""
-    assert session.rebalance is not None
-    before, plan = session.plan, session.rebalance.after_step(step, line)
-    if plan is None:
-        return False
-    session.plan = plan
-    if session.rank == 0:
-        changes = session.rebalance.changes
-        change = record_change(session.run_dir, before, plan, changes, log=session.log)
-        session.metrics.event("rebalanced", step=step, **change)
-    return True
 
 
 def steps_of(session: Session, first: int, last: int) -> Generator[Step, None, None]:
@@ -247,39 +223,61 @@ def steps_of(session: Session, first: int, last: int) -> Generator[Step, None, N
     A thread reads them ahead. A task that generates its samples makes them when they are asked
     for.
     """
-    task, store, skipped = session.task, session.train_store, session.resume_point.skip_steps
+    task, skipped = session.task, session.resume_point.skip_steps
     numbers = (number for number in range(first, last) if number + 1 not in skipped)
-    parts: dict[str, Any] = {
-        "batch": session.plan.batch,
-        "rank": session.rank,
-        "seed": session.exp.seed,
-        "layout": session.layout,
-        "stop": session.length.stop,
-        "balance": session.plan.balance,
-    }
-    pin = session.engine.device.type == "cuda"
-    with contextlib.ExitStack() as stack:
-        if isinstance(task, OnlineTask):
-            depth, servers = session.exp.rollout.max_staleness, session.servers
-            steps: Iterable[Step] = (
-                rollout_step(
-                    session.engine,
-                    task,
-                    store,
-                    number,
-                    servers=servers,
-                    ahead=range(number + 1, min(number + 1 + depth, last)),
-                    **parts,
-                )
-                for number in numbers
-            )
-            steps = map(pinned, steps) if pin else steps
-        else:
-            parts |= {"normaliser": task.normaliser, "draws": task.draws}
-            parts["transform"] = transform_of(task, seed=session.exp.seed)
-            steps = Prefetch((make_step(store, number, **parts) for number in numbers), pin=pin)
-            stack.callback(steps.close)
+    if isinstance(task, OnlineTask):
+        steps = generated_steps(session, task, numbers, last)
+    else:
+        steps = read_steps(session, numbers)
+    try:
         for step in steps:
             if task.normaliser == "batch":
                 step = weighed(step, task, group=session.consensus.group)
             yield step
+    finally:
+        steps.close()
+
+
+def read_steps(session: Session, numbers: Iterable[int]) -> Generator[Step, None, None]:
+    """The steps of these numbers, made of the data by a thread."""
+    task, exp, plan = session.task, session.exp, session.plan
+    make = partial(
+        make_step,
+        session.train_store,
+        batch=plan.batch,
+        rank=session.rank,
+        seed=exp.seed,
+        layout=session.layout,
+        stop=session.length.stop,
+        balance=plan.balance,
+        normaliser=task.normaliser,
+        draws=task.draws,
+        transform=transform_of(task, seed=exp.seed),
+    )
+    return prefetched(map(make, numbers), pin=session.engine.device.type == "cuda")
+
+
+def generated_steps(
+    session: Session, task: OnlineTask, numbers: Iterable[int], last: int
+) -> Generator[Step, None, None]:
+    """The steps of these numbers, made of what the task generates. Rank 0 records the samples."""
+    exp, plan, engine = session.exp, session.plan, session.engine
+    for number in numbers:
+        step = rollout_step(
+            engine,
+            task,
+            session.train_store,
+            number,
+            batch=plan.batch,
+            rank=session.rank,
+            seed=exp.seed,
+            layout=session.layout,
+            stop=session.length.stop,
+            balance=plan.balance,
+            servers=session.servers,
+            ahead=range(number + 1, min(number + 1 + exp.rollout.max_staleness, last)),
+        )
+        if session.rank == 0 and task.generated:
+            attempt = session.resume_point.attempt
+            write_rollouts(session.run_dir, task.generated, step=number + 1, attempt=attempt)
+        yield pinned(step) if engine.device.type == "cuda" else step

@@ -50,7 +50,7 @@ class MetricsWriter:
         return None if value is None else {"name": name, "value": value}
 
     def write(self, kind: str, **values: Any) -> None:
-        """One line. A number that is not finite becomes null, with ``"nonfinite": true``."""
+        """Write one line. A number that is not finite becomes null, with ``"nonfinite": true``."""
         if self._stream is None:
             return
         line: dict[str, Any] = {"kind": kind, "time": time.time(), **values}
@@ -64,7 +64,7 @@ class MetricsWriter:
             self._stream.flush()
 
     def event(self, event: str, *, step: int, **values: Any) -> None:
-        """Something that happened, beside the measurements."""
+        """Write a line about something that happened, beside the measurements."""
         self.write("event", event=event, step=step, **values)
 
     def sync(self) -> None:

@@ -20,12 +20,12 @@ import dataclasses
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -58,17 +58,12 @@ from llmx.train.engine.build import (
 from llmx.train.engine.process_group import device_of
 
 
-@dataclass(frozen=True)
-class FrozenModels:
+class FrozenModels(NamedTuple):
     """Networks without gradients and dropout."""
 
     models: Models
     sharded: bool
     """Whether a forward pass is collective: every rank runs equally many then."""
-
-    @property
-    def layout(self) -> str:
-        return layout_of(self.models)
 
 
 @contextlib.contextmanager
@@ -140,11 +135,6 @@ NOT_OF_VALUES = (
     *("liger_kernel", "compile"),
 )
 """Keys of the ``model`` group that leave a network's values as they are, but for rounding."""
-
-
-def training_specs(task: Task) -> dict[str, ModelSpec]:
-    """The models that training needs."""
-    return {name: spec for name, spec in task.models().items() if not spec.precomputes}
 
 
 def from_trained(exp: Experiment, task: Task) -> bool:
@@ -230,7 +220,16 @@ def with_precomputed(
         ) as frozen:
             for split, precomputed in missing.items():
                 title = f"Precomputing {names} ({split})"
-                compute(precomputed, task, frozen, plan, layout(frozen.layout), group, title, log)
+                compute(
+                    precomputed,
+                    task,
+                    frozen,
+                    plan,
+                    layout(layout_of(frozen.models)),
+                    group,
+                    title,
+                    log,
+                )
     opened: dict[str, SampleStore | None] = dict(stores)
     for split, precomputed in by_split.items():
         opened[split] = precomputed.open()
@@ -278,10 +277,16 @@ def compute(
     size = group_size(layout.seq_len)
     shares = (1,) * plan.world_size if frozen.sharded else plan.batch.micro_batches
     owners = [rank for rank, share in enumerate(shares) for _ in range(share)]
+    total = store.num_sequences
+
+    def sequences(samples: int) -> int:
+        """The number of sequences of the first ``samples``."""
+        return int(store.span("sequence", 0, samples).stop)
+
     done = all_gather(precomputed.recorded() if rank == 0 else 0, group=group)[0]
-    first = _sequences(store, done)
+    first = sequences(done)
     already = f", {first:,} already done" if done else ""
-    log(f"{title}: {store.num_sequences:,} sequences{already}")
+    log(f"{title}: {total:,} sequences{already}")
     max_rounds = max(1, precomputed.window // (size * len(owners)))
     num_rounds = 1
     began = shown_at = time.perf_counter()
@@ -292,41 +297,31 @@ def compute(
             (indices.start, _values_of(precomputed, task, frozen, layout, indices))
             for indices in groups_of(rank, samples, size=size, owners=owners, even=frozen.sharded)
         ]
-        if values := _gathered(parts, group=group):
-            precomputed.record(values, samples.start, samples.stop)
+        by_rank: list[Any] | None = [None] * plan.world_size if rank == 0 else None
+        torch.distributed.gather_object(parts, by_rank, group=group)
+        if by_rank is not None:
+            ordered = [values for _, values in sorted(chain(*by_rank), key=itemgetter(0))]
+            names = [column.name for column in precomputed.columns]
+            together = {
+                name: np.concatenate([values[name] for values in ordered]) for name in names
+            }
+            precomputed.record(together, samples.start, samples.stop)
         seconds = time.perf_counter() - round_began
         seconds = max(all_gather(seconds, group=group)) / num_rounds
         num_rounds = max(1, min(max_rounds, int(RECORD_S / seconds)))
         done = samples.stop
         if time.perf_counter() - shown_at >= PROGRESS_S:
             shown_at = time.perf_counter()
-            part = _sequences(store, done) / store.num_sequences
-            rate = (_sequences(store, done) - first) / (shown_at - began)
-            left_s = (1 - part) * store.num_sequences / rate
+            rate = (sequences(done) - first) / (shown_at - began)
+            left_s = (total - sequences(done)) / rate
+            part = sequences(done) / total
             log(f"{title}: {part:.0%}, {rate:,.1f} sequences/s, {clock(left_s)} left")
     took_s = time.perf_counter() - began
-    rate = (store.num_sequences - first) / max(took_s, 1e-3)
+    rate = (total - first) / max(took_s, 1e-3)
     log(f"{title}: done in {clock(took_s)}, {rate:,.1f} sequences/s")
     if rank == 0:
         precomputed.publish(facts={"seconds": round(took_s, 3)})
     send_to_all(precomputed.path, group=group)
-
-
-def _gathered(parts: list[tuple[int, Values]], *, group: Any) -> Values:
-    """The values of all ranks in the order of their samples, on rank 0; empty on the others.
-    Collective. ``parts``: the first sample and the values of each group of this rank."""
-    is_first = torch.distributed.get_rank() == 0
-    of_ranks: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.gather_object(parts, of_ranks if is_first else None, group=group)
-    if not is_first:
-        return {}
-    ordered = [values for _, values in sorted(chain.from_iterable(of_ranks), key=itemgetter(0))]
-    return {name: np.concatenate([values[name] for values in ordered]) for name in ordered[0]}
-
-
-def _sequences(store: SampleStore, samples: int) -> int:
-    """The number of sequences of the first ``samples``."""
-    return int(store.span("sequence", 0, samples).stop)
 
 
 def group_size(seq_len: int) -> int:
@@ -344,14 +339,13 @@ def groups_of(
         owners: the rank of each group, in turn.
         even: as many for each of its places among the owners, some empty.
     """
-    groups = []
-    for first in range(samples.start, samples.stop, size * len(owners)):
-        for number, owner in enumerate(owners):
-            start = min(samples.stop, first + number * size)
-            group = range(start, min(samples.stop, start + size))
-            if owner == rank and (even or group):
-                groups.append(group)
-    return groups
+    num_rounds = -(-len(samples) // (size * len(owners)))
+    groups = [
+        samples[number * size : (number + 1) * size]
+        for number, owner in enumerate([*owners] * num_rounds)
+        if owner == rank
+    ]
+    return groups if even else [group for group in groups if group]
 
 
 @torch.no_grad()

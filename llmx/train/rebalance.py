@@ -12,17 +12,18 @@ Tried by ``python -m pytest -m deepspeed tests/integration/test_train_balance.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
-from llmx.collectives import all_gather
 from llmx.plan.balance import corrected_speeds, planned_fs, with_balance
 from llmx.plan.types import Plan, RankSpeed
-from llmx.run.metrics.lines import read_metrics, step_of
-from llmx.run.rundir import RunDir, read_json, write_json
-from llmx.train.speeds import Change, described, record
+from llmx.run.rundir import read_json, write_json
+from llmx.train.speeds import Change, described, no_splits, read_record, record
 from llmx.train.step_times import LEAST_S, LINES
+
+if TYPE_CHECKING:
+    from llmx.train.session import Session
 
 LEAST_GAIN = 0.05
 """What another split must save of the step time: a change costs new shapes of tensors, and the last
@@ -127,37 +128,55 @@ def _gains_by(plan: Plan, speeds: tuple[RankSpeed, ...], line: Line) -> bool:
     return planned_fs(changed(plan, speeds), then) < planned_fs(plan, then)
 
 
-def trained_until(run_dir: RunDir, *, rank: int, group: Any) -> int:
-    """The last step with a ``train`` line, before a resume takes lines away. Collective."""
-    last_step = 0
-    if rank == 0:
-        steps = [step_of(line) for line in read_metrics(run_dir.metrics) if line["kind"] == "train"]
-        last_step = max(steps, default=0)
-    return all_gather(last_step, group=group)[0]
+def open_rebalance(session: Session) -> Rebalance | None:
+    """What changes the split while training goes on; the plan gets the split of the step from
+    which it does. Collective."""
+    plan = session.plan
+    if plan.world_size == 1:
+        return None
+    if reason := no_splits(session.task):
+        session.log(
+            f"WARNING: batch.rebalance=true has no effect: {reason}, so the initial split stays. "
+            "Ranks that become slower are still reported in this log."
+        )
+        return None
+    recorded, start = read_record(session), session.resume_point
+    changes = recorded.changes if recorded else ()
+    if past := [change for change in changes if change.step <= start.step]:
+        session.plan = plan = changed(plan, past[-1].speeds)
+        session.log(f"balance: as changed at step {past[-1].step}. {described(plan)}")
+        if session.rank == 0:
+            write_json(session.run_dir.plan, plan.to_dict())
+    return Rebalance(plan, changes, step=start.step, trained=start.trained)
 
 
-def record_change(
-    run_dir: RunDir,
-    before: Plan,
-    plan: Plan,
-    changes: Sequence[Change],
-    *,
-    log: Callable[[str], None],
-) -> dict[str, Any]:
-    """``balance.json`` and ``plan.json`` with the newest of ``changes``; returns what the event
-    says. By rank 0."""
+def rebalance(session: Session, step: int, line: Line | None) -> bool:
+    """Change the split over the ranks after a step, where that is due; the same on every rank."""
+    assert session.rebalance is not None
+    before, plan = session.plan, session.rebalance.after_step(step, line)
+    if plan is None:
+        return False
+    session.plan = plan
+    if session.rank == 0:
+        record_change(session, before, step=step)
+    return True
+
+
+def record_change(session: Session, before: Plan, *, step: int) -> None:
+    """``balance.json`` and ``plan.json`` with the newest change, an event and a line in the log. By
+    rank 0."""
+    plan, run_dir = session.plan, session.run_dir
     assert plan.balance is not None
+    assert session.rebalance is not None
     try:
         values = read_json(run_dir.balance)
     except (OSError, ValueError):
         values = record(before)
-    values["changes"] = [asdict(change) for change in changes]
+    values["changes"] = [asdict(change) for change in session.rebalance.changes]
     write_json(run_dir.balance, values)
     write_json(run_dir.plan, plan.to_dict())
     speeds = plan.balance.speeds
     factor = planned_fs(plan, speeds) / planned_fs(before, speeds)
-    log(f"rebalance: a step should take {factor:.2f} of the time. {described(plan)}")
-    return {
-        "sizes": [list(plan.batch.sizes_of(rank)) for rank in range(plan.world_size)],
-        "time_factor": round(factor, 4),
-    }
+    session.log(f"rebalance: a step should take {factor:.2f} of the time. {described(plan)}")
+    sizes = [list(plan.batch.sizes_of(rank)) for rank in range(plan.world_size)]
+    session.metrics.event("rebalanced", step=step, sizes=sizes, time_factor=round(factor, 4))

@@ -22,7 +22,7 @@ from llmx.checkpoint.selection import Assessment, Report, assess, inspect, list_
 from llmx.collectives import all_gather
 from llmx.errors import ConfigError
 from llmx.plan.types import Plan
-from llmx.run.metrics.lines import read_metrics
+from llmx.run.metrics.lines import read_metrics, step_of
 from llmx.run.rundir import RunDir, read_json
 from llmx.spread import StorageTopology
 from llmx.text import plural
@@ -64,6 +64,8 @@ class ResumePoint:
     """Steps whose evaluation is on disk."""
     losses: tuple[float, ...] = ()
     """The newest logged ones, oldest first."""
+    trained: int = 0
+    """The last step that an earlier attempt has logged; it may be later than ``step``."""
 
     @property
     def tokens_seen(self) -> int:
@@ -129,6 +131,7 @@ def find_resume_point(
             for line in remaining
             if line["kind"] == "train" and line["loss"] is not None
         )[-SPIKE_WINDOW:],
+        "trained": max((step_of(line) for line in lines if line["kind"] == "train"), default=0),
     }
     return ResumePoint(
         step=step,

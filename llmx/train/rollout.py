@@ -11,11 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from itertools import chain, pairwise
+from functools import partial
+from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,8 +32,10 @@ from llmx.rollout.client import RolloutServers
 from llmx.rollout.protocol import SERVERS, parse_servers
 from llmx.run.rundir import RunDir
 from llmx.tasks import GeneratedSample, OnlineTask, Prompt, RolloutKey, Task
-from llmx.train.batches import Layout, Step, square_tokens, work_of
+from llmx.train.batches import Layout, Step, step_of
 from llmx.train.engine.build import Engine
+
+T = TypeVar("T")
 
 
 def rollout_step(
@@ -63,50 +66,32 @@ def rollout_step(
         ConfigError: what the task has made are not examples of its ``rollout_columns``.
     """
 
-    def indices_at(number: int) -> np.ndarray:
-        return samples_of_step(
-            number, global_batch=batch.global_batch, num_samples=len(store), seed=seed, stop=stop
-        )
-
-    def prompts_at(indices: np.ndarray) -> list[list[Prompt]]:
-        """Prompts of each sample."""
-        return [prompts_of(store[int(index)], store.columns) for index in indices]
-
+    indices_at = partial(
+        samples_of_step,
+        global_batch=batch.global_batch,
+        num_samples=len(store),
+        seed=seed,
+        stop=stop,
+    )
     indices = indices_at(step)
 
     def further(number: int) -> list[Prompt]:
         """Drawn with replacement, so that later steps have the prompts that they would have had."""
         places = range(number * batch.global_batch, number * batch.global_batch + len(indices))
-        drawn_indices = [draw_seed(seed, step, place) % len(store) for place in places]
-        return [prompt for at in drawn_indices for prompt in prompts_of(store[at], store.columns)]
+        return _flat(_prompts(store, [draw_seed(seed, step, at) % len(store) for at in places]))
 
     if servers is not None:
         coming = []
         for number in ahead:
-            step_prompts = chain.from_iterable(prompts_at(indices_at(number)))
-            coming.append(([p.tokens for p in step_prompts], RolloutKey(seed, number).of))
+            prompts = _flat(_prompts(store, indices_at(number)))
+            coming.append(([prompt.tokens for prompt in prompts], RolloutKey(seed, number).of))
         servers.at_step(step, coming)
-    schema = Schema(task.rollout_columns)
-    by_sample = prompts_at(indices)
-    prompts = list(chain.from_iterable(by_sample))
     key = RolloutKey(seed, step, further)
-    by_prompt = _drawn(engine, task, prompts, key, seq_len=layout.seq_len)
-    ends = np.cumsum([0, *map(len, by_sample)]).tolist()
-    drawn = [list(chain.from_iterable(by_prompt[start:end])) for start, end in pairwise(ends)]
-
-    def generated(of_rank: int, micro_step: int) -> list[tuple[int, int]]:
-        """(place, number at that place) of each sample of a micro step of the plan; similar lengths
-        beside each other, as lines are padded to the longest of their micro batch."""
-        if micro_step >= len(batch.sizes_of(of_rank)):
-            return []
-        places = batch.places(of_rank, micro_step, samples=len(indices))
-        keys = [(place, number) for place in places for number in range(len(drawn[place]))]
-        return sorted(keys, key=lambda key: len(drawn[key[0]][key[1]].tokens))
-
-    def micro_batch(keys: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
-        tensors = layout.collate(
-            [drawn[place][number] for place, number in keys], columns=schema.columns
-        )
+    drawn = _drawn(engine, task, _prompts(store, indices), key, seq_len=layout.seq_len)
+    micro_batches = []
+    for keys in _shared_out(drawn, batch, rank=rank):
+        samples = [drawn[place][number] for place, number in keys]
+        tensors = layout.collate(samples, columns=task.rollout_columns)
         if task.draws:
             seeds = [
                 draw_seed(seed, step, place) + sequence
@@ -114,44 +99,43 @@ def rollout_step(
                 for sequence in _sequence_numbers(drawn[place], number)
             ]
             tensors["draw_seeds"] = torch.tensor(seeds, dtype=torch.int64)
-        return tensors
-
-    micro_batches = tuple(
-        micro_batch(keys)
-        for micro_step in range(len(batch.sizes_of(rank)))
-        for keys in _split(
-            [generated(of_rank, micro_step) for of_rank in range(len(batch.micro_batches))],
-            limits=batch.micro_batches,
-            rank=rank,
-        )
-    )
-    samples = list(chain.from_iterable(drawn))
+        micro_batches.append(tensors)
+    samples = _flat(drawn)
     weights = {
         "tokens": float(sum(_token_weight(sample) for sample in samples)),
         "examples": float(len(samples)),
         "batch": 0.0,
     }
-    squares = [square_tokens(micro) for micro in micro_batches]
-    return Step(
-        step=step,
-        micro_batches=micro_batches,
+    return step_of(
+        step,
+        tuple(micro_batches),
+        layout,
         weight=weights[task.normaliser],
         target_tokens=sum(int(np.count_nonzero(sample.targets)) for sample in samples),
         tokens=sum(len(sample.tokens) for sample in samples),
-        square_tokens=sum(squares),
-        work=work_of(micro_batches, squares, layout, balance=balance, rank=rank),
+        speed=None if balance is None else balance.speeds[rank],
     )
+
+
+def _flat(lists: Iterable[list[T]]) -> list[T]:
+    return list(chain.from_iterable(lists))
+
+
+def _prompts(store: Any, indices: Iterable[int]) -> list[list[Prompt]]:
+    """The prompts of each of these samples."""
+    return [prompts_of(store[int(index)], store.columns) for index in indices]
 
 
 def _drawn(
     engine: Engine,
     task: OnlineTask,
-    prompts: list[Prompt],
+    prompts_by_place: list[list[Prompt]],
     key: RolloutKey,
     *,
     seq_len: int,
 ) -> list[list[Sample]]:
-    """What the task generates now for each prompt. Collective."""
+    """What the task generates now for the prompts of each place. Collective."""
+    prompts = _flat(prompts_by_place)
     engine.engine.eval()
     with torch.no_grad():
         rollouts = task.rollout(engine.models, prompts, key)
@@ -161,15 +145,40 @@ def _drawn(
             f"task={task.name}: rollout() gave {len(rollouts)} lists of examples for "
             f"{len(prompts)} prompts; it gives one list for each."
         )
-    by_prompt = _checked(
-        rollouts,
-        Schema(task.rollout_columns, task.name, method="rollout()"),
-        task=task,
-        seq_len=seq_len,
-        vocab_size=engine.vocab_size,
-    )
+    by_prompt = _checked(rollouts, task=task, seq_len=seq_len, vocab_size=engine.vocab_size)
     _check_alike(by_prompt, task=task)
-    return by_prompt
+    remaining = iter(by_prompt)
+    return [_flat(islice(remaining, len(at_place))) for at_place in prompts_by_place]
+
+
+def _shared_out(
+    drawn: list[list[Sample]], batch: BatchPlan, *, rank: int
+) -> list[list[tuple[int, int]]]:
+    """(place, number at that place) of each sample of each micro batch of ``rank``.
+
+    A micro step of the plan becomes as many micro batches on every rank: of at most the samples for
+    which the plan has foreseen the memory. Similar lengths lie beside each other, as lines are
+    padded to the longest of their micro batch.
+    """
+    ranks, shares = range(len(batch.micro_batches)), []
+    for micro_step in range(len(batch.sizes_of(rank))):
+        places = [
+            batch.places(other, micro_step, samples=len(drawn))
+            if micro_step < len(batch.sizes_of(other))
+            else ()
+            for other in ranks
+        ]
+        parts = 1
+        for other, limit in zip(ranks, batch.micro_batches, strict=True):
+            count = sum(len(drawn[place]) for place in places[other])
+            parts = max(parts, -(-count // max(1, limit)))
+        keys = sorted(
+            ((place, number) for place in places[rank] for number in range(len(drawn[place]))),
+            key=lambda key: len(drawn[key[0]][key[1]].tokens),
+        )
+        ends = [len(keys) * part // parts for part in range(parts + 1)]
+        shares += [keys[start:end] for start, end in pairwise(ends)]
+    return shares
 
 
 def open_servers(
@@ -205,18 +214,6 @@ def write_rollouts(
         for sample in samples:
             line = {"step": step, "attempt": attempt, **asdict(sample)}
             stream.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-
-def _split(
-    by_rank: Sequence[list[tuple[int, int]]], *, limits: Sequence[int], rank: int
-) -> list[list[tuple[int, int]]]:
-    """The generated samples of ``rank`` as micro batches of at most ``limits[rank]``, for which the
-    plan has foreseen the memory: as many as those of every other rank."""
-    parts = max(
-        1, *(-(-len(keys) // max(1, limit)) for keys, limit in zip(by_rank, limits, strict=True))
-    )
-    keys = by_rank[rank]
-    return [keys[len(keys) * n // parts : len(keys) * (n + 1) // parts] for n in range(parts)]
 
 
 def _sequence_numbers(samples: Sequence[Sample], number: int) -> range:
@@ -260,9 +257,10 @@ def _plain(value: Any) -> Any:
 
 
 def _checked(
-    rollouts: list[list[Example]], schema: Schema, *, task: Task, seq_len: int, vocab_size: int
+    rollouts: list[list[Example]], *, task: OnlineTask, seq_len: int, vocab_size: int
 ) -> list[list[Sample]]:
     """The rollouts as samples; raises ConfigError where they are no valid examples."""
+    schema = Schema(task.rollout_columns, task.name, method="rollout()")
     by_prompt = []
     for examples in rollouts:
         samples = []

@@ -14,9 +14,8 @@ Tried by ``python -m pytest -m deepspeed tests/integration/test_resume.py``.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
@@ -40,8 +39,7 @@ if TYPE_CHECKING:
     from llmx.train.step_log import StepLog
 
 
-@dataclass(frozen=True)
-class Flags:
+class Flags(NamedTuple):
     """Each is true where it is on at least one rank."""
 
     save: bool = False
@@ -64,7 +62,7 @@ class Consensus:
 
     def post(self, flags: Flags) -> None:
         """Start the reduction; does not wait."""
-        self._values = torch.tensor([flags.save, flags.stop, flags.busy], dtype=torch.int32)
+        self._values = torch.tensor(flags, dtype=torch.int32)
         self._work = torch.distributed.all_reduce(
             self._values, op=torch.distributed.ReduceOp.MAX, group=self.group, async_op=True
         )
@@ -75,8 +73,7 @@ class Consensus:
             return Flags()
         self._work.wait()
         self._work = None
-        save, stop, busy = (bool(value) for value in self._values.tolist())
-        return Flags(save=save, stop=stop, busy=busy)
+        return Flags(*map(bool, self._values.tolist()))
 
     def post_and_read(self, flags: Flags) -> Flags:
         """Post, and wait for the result."""
@@ -166,7 +163,7 @@ class Saver:
         return Flags(
             save=due and self.session.topology.rank == 0,
             stop=bool(self.session.stop.requested),
-            busy=self._job is not None and self.busy,
+            busy=self.busy,
         )
 
     def post_flags(self) -> None:
@@ -188,10 +185,7 @@ class Saver:
 
     def at_boundary(self, step: int, flags: Flags, progress: StepLog) -> None:
         """After each step but the last: save where one is due. Collective."""
-        if self._job is not None:
-            self._raise_if_broken()
-            if not flags.busy:
-                self._collect()
+        self._collect(over_everywhere=not flags.busy)
         interval = self.config.every_steps
         if interval and step % interval == 0:
             if flags.busy and not self._in_time():
@@ -284,12 +278,12 @@ class Saver:
         return {
             "format": FORMAT,
             "step": step,
-            "samples": progress.length.samples_at(step),
+            "samples": session.length.samples_at(step),
             "tokens_seen": progress.tokens_seen,
             "target_tokens_seen": progress.target_tokens_seen,
             **session.identity,
             "world_size": session.plan.world_size,
-            "total_steps": progress.total,
+            "total_steps": session.length.steps,
             "vocab_size": engine.vocab_size,
             "padded_vocab_size": engine.config.get_text_config().vocab_size,
             "vocabulary": [engine.main_prefix + name for name in names],
@@ -323,60 +317,61 @@ class Saver:
         return not self.session.consensus.post_and_read(Flags(busy=self.busy)).busy
 
     def wait(self) -> None:
-        """For the save in flight, however long it takes, with the status ``saving``: no hang."""
-        if self.busy:
-            assert self._job is not None
+        """Wait for the save in flight, however long it takes. The status ``saving`` says that this
+        is no hang."""
+        if self._job is not None and self.busy:
             before = self.session.status.state
             self.session.status.enter("saving")
             self._job.wait()
             self.session.status.enter(before)
         self._collect()
 
-    def _collect(self) -> None:
+    def _collect(self, *, over_everywhere: bool = True) -> None:
         """Drop a save that is over. Where too many have failed, training is for nothing.
 
         Raises:
             DiskFull, SaveFailed: alike on all ranks.
+            BaseException: an error that is not of the disk (a dead peer), at once: other ranks may
+                not have noticed, and would wait for this one for hours.
         """
-        self._raise_if_broken()
-        job, self._job = self._job, None
-        if job is None:
+        job = self._job
+        if job is None or self.busy:
             return
+        failure = job.error
+        if failure is not None and not isinstance(failure, SaveFailed):
+            raise failure
+        if not over_everywhere:
+            return
+        self._job = None
         self._num_saves += 1
-        self._num_failed += isinstance(job.error, SaveFailed)
+        if failure is None:
+            return
+        self._num_failed += 1
         share, max_lost = self._num_failed / self._num_saves, self.session.exp.task.max_lost
-        if isinstance(job.error, SaveFailed) and too_much(
-            share, self._num_failed, max_lost=max_lost
-        ):
+        if too_much(share, self._num_failed, max_lost=max_lost):
             raise _lost(
-                job.error,
+                failure,
                 f"{self._num_failed} of {self._num_saves} checkpoints could not be saved, the last "
-                f"one because of: {job.error}. {rule(share, max_lost=max_lost)}",
+                f"one because of: {failure}. {rule(share, max_lost=max_lost)}",
             )
-
-    def _raise_if_broken(self) -> None:
-        """Raise an error that is not of the disk (a dead peer): others may not have noticed, and
-        would wait for this rank for hours."""
-        error = None if self._job is None or self.busy else self._job.error
-        if error is not None and not isinstance(error, SaveFailed):
-            raise error
 
     def _ended(self, job: SaveJob, reason: str) -> None:
         """Record how a save ended, and report it; the thread that saved calls it."""
+        session = self.session
         if job.error is not None:
             newest = "no checkpoint yet"
             if self.saved_step is not None:
                 newest = f"the newest checkpoint is step {self.saved_step}"
-            self.session.metrics.event("save_failed", step=job.step, reason=str(job.error))
-            self.session.log(
+            session.metrics.event("save_failed", step=job.step, reason=str(job.error))
+            session.log(
                 f"WARNING: the checkpoint of step {job.step} was not saved: {job.error}. Training "
                 f"continues; {newest}."
             )
             return
         self.saved_step = job.step
         self._damaged.discard(job.step)  # replaced by this one
-        self.session.status.saved(job.step)
-        self.session.metrics.event(
+        session.status.saved(job.step)
+        session.metrics.event(
             "saved",
             step=job.step,
             reason=reason,
@@ -384,10 +379,10 @@ class Saver:
             background_s=round(job.background_s, 4),
             bytes=job.num_bytes,
         )
-        self.session.log(
+        session.log(
             f"checkpoint of step {job.step} saved: {job.num_bytes / 2**20:,.1f} MiB in "
             f"{job.blocking_s + job.background_s:.1f} s "
             f"(training paused for {job.blocking_s:.2f} s)"
         )
         if job.warning:
-            self.session.log(f"WARNING: older checkpoints could not be removed: {job.warning}")
+            session.log(f"WARNING: older checkpoints could not be removed: {job.warning}")

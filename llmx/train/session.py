@@ -25,42 +25,18 @@ from llmx.tasks import Task, task_of, tokenizer_of
 from llmx.train.batches import PAD_TO_ON, Layout
 from llmx.train.engine.build import Engine, build_engine, check_sections
 from llmx.train.metrics import MetricsWriter, truncate_metrics
-from llmx.train.precompute import from_trained, training_specs, with_precomputed
-from llmx.train.rebalance import Rebalance, changed, trained_until
+from llmx.train.precompute import from_trained, with_precomputed
+from llmx.train.rebalance import Rebalance, open_rebalance
 from llmx.train.resume import ResumePoint, check_samples, find_resume_point, identity, restore_from
 from llmx.train.rollout import open_servers
 from llmx.train.saver import Consensus, Saver, ever_saves
 from llmx.train.schedule import RunLength, run_length
-from llmx.train.speeds import Subject, described, no_splits, read_record, with_measured_speeds
+from llmx.train.speeds import measure_speeds
 from llmx.train.status import RankStatus, ShutdownRequest
 from llmx.train.stopping import EarlyStopping
 
 PREPARATION = ("encoder", "time")
 """Lines about how the data was prepared, which another run may have done."""
-
-
-def write_inputs(
-    run_dir: RunDir, *, tokenizer: Any, train_store: Any, eval_store: Any, model_config: Any
-) -> None:
-    """Write ``inputs.json``, and ``data.json`` with lines about each split. By rank 0 alone."""
-    from llmx.data.store.summary import report
-    from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
-
-    inputs = {
-        "data": train_store.fingerprint,
-        "date": train_store.meta["identity"].get("date"),
-        "eval_data": None if eval_store is None else eval_store.fingerprint,
-        "tokenizer": tokenizer_fingerprint(tokenizer),
-        # Of a model from the Hub: the commit that was loaded.
-        "model": getattr(model_config, "_commit_hash", None),
-    }
-    write_json(run_dir.inputs, inputs)
-    lines = {}
-    for split, store in {"train": train_store, "eval": eval_store}.items():
-        if store is not None:
-            rows = report(store.meta, was_prepared=True)
-            lines[split] = [[name, value] for name, value in rows if name not in PREPARATION]
-    write_json(run_dir.data, lines)
 
 
 @dataclass
@@ -75,7 +51,8 @@ class Session:
     train_store: Any
     eval_store: Any | None
     layout: Layout
-    metrics: MetricsWriter
+    length: RunLength
+    """Steps and samples of the whole run."""
     status: RankStatus
     consensus: Consensus
     stop: ShutdownRequest
@@ -85,10 +62,11 @@ class Session:
     identity: dict[str, Any]
     """What a checkpoint must have in common with the run that resumes from it."""
     resume_point: ResumePoint
-    early_stopping: EarlyStopping | None = None
-    rebalance: Rebalance | None = None
-    servers: RolloutServers | None = None
+    early_stopping: EarlyStopping | None
+    servers: RolloutServers | None
     """Servers on ``rollout.hosts``."""
+    rebalance: Rebalance | None = None
+    metrics: MetricsWriter = dataclasses.field(init=False)
     saver: Saver = dataclasses.field(init=False)
 
     @property
@@ -111,11 +89,6 @@ class Session:
             }
             metrics["rollout_tokens_per_s"] = Metric("tokens/s drawn", kinds=("train",))
         return {name: metric.to_dict() for name, metric in metrics.items()}
-
-    @property
-    def length(self) -> RunLength:
-        """Steps and samples of the whole run."""
-        return length_of(self.exp, self.plan, self.train_store)
 
     def log(self, text: str) -> None:
         """One line of rank 0's log."""
@@ -156,7 +129,13 @@ def open_session(
     resume_point = find_resume_point(
         run_dir, run_identity, topology=topology, stage=stage, group=consensus.group
     )
-    check_samples(resume_point.state, length_of(exp, plan, train_store))
+    length = run_length(
+        exp.task,
+        num_samples=len(train_store),
+        global_batch=plan.batch.global_batch,
+        last_batch=exp.data.last_batch,
+    )
+    check_samples(resume_point.state, length)
 
     engine, train_store, eval_store = _open_engine(
         exp, plan, ds_config, task, train_store, eval_store, group=consensus.group
@@ -168,32 +147,6 @@ def open_session(
 
     if plan.drawn is not None:
         engine.main.rows = plan.drawn.rows
-    servers = open_servers(exp, engine, log)
-    layout = layout_for(exp, plan, task, engine.layout)
-    rebalance: Rebalance | None = None
-    if plan.balance is not None:
-        # How a kernel computes packed rows may differ by device; how they are split may not.
-        whole_rows = any(
-            model.attention.isolation != "cu_seq_lens" for model in engine.models.values()
-        )
-        whole_rows = any(all_gather(whole_rows, group=consensus.group))
-        layout = dataclasses.replace(layout, whole_rows=whole_rows)
-        subject = Subject(exp, plan, engine, task, train_store, layout)
-        plan = with_measured_speeds(subject, run_dir, group=consensus.group, log=log)
-        if exp.batch.rebalance:
-            plan, rebalance = open_rebalance(
-                exp, plan, run_dir, task=task, step=resume_point.step, group=consensus.group
-            )
-
-    metrics = open_metrics(run_dir, resume_point)
-    if torch.distributed.get_rank() == 0:
-        write_inputs(
-            run_dir,
-            tokenizer=task.tokenizer,
-            train_store=train_store,
-            eval_store=eval_store,
-            model_config=engine.config,
-        )
     session = Session(
         exp=exp,
         plan=plan,
@@ -202,8 +155,8 @@ def open_session(
         task=task,
         train_store=train_store,
         eval_store=eval_store,
-        layout=layout,
-        metrics=metrics,
+        layout=layout_for(exp, plan, task, engine.layout),
+        length=length,
         status=status,
         consensus=consensus,
         stop=stop,
@@ -212,9 +165,21 @@ def open_session(
         identity=run_identity,
         resume_point=resume_point,
         early_stopping=early_stopping,
-        rebalance=rebalance,
-        servers=servers,
+        servers=open_servers(exp, engine, log),
     )
+    if plan.balance is not None:
+        # How a kernel computes packed rows may differ by device; how they are split may not.
+        whole_rows = any(
+            model.attention.isolation != "cu_seq_lens" for model in engine.models.values()
+        )
+        whole_rows = any(all_gather(whole_rows, group=consensus.group))
+        session.layout = dataclasses.replace(session.layout, whole_rows=whole_rows)
+        measure_speeds(session)
+        if exp.batch.rebalance:
+            session.rebalance = open_rebalance(session)
+    session.metrics = open_metrics(run_dir, resume_point)
+    if session.rank == 0:
+        write_inputs(session)
     session.saver = Saver(session)
     return session
 
@@ -249,7 +214,7 @@ def _open_engine(
     """
 
     def build() -> Engine:
-        specs = training_specs(task)
+        specs = {name: spec for name, spec in task.models().items() if not spec.precomputes}
         return build_engine(exp, plan, ds_config, tokenizer=task.tokenizer, specs=specs)
 
     engine = build() if from_trained(exp, task) else None
@@ -280,40 +245,6 @@ def layout_for(exp: Experiment, plan: Plan, task: Task, name: str) -> Layout:
     )
 
 
-def open_rebalance(
-    exp: Experiment, plan: Plan, run_dir: RunDir, *, task: Task, step: int, group: Any
-) -> tuple[Plan, Rebalance | None]:
-    """The split of the step at which training goes on, and what changes it further. Collective."""
-    if plan.world_size == 1:
-        return plan, None
-    if reason := no_splits(task):
-        log(
-            f"WARNING: batch.rebalance=true has no effect: {reason}, so the initial split stays. "
-            "Ranks that become slower are still reported in this log."
-        )
-        return plan, None
-    rank = torch.distributed.get_rank()
-    recorded = read_record(run_dir, plan, group=group)
-    changes = recorded.changes if recorded else ()
-    if past := [change for change in changes if change.step <= step]:
-        plan = changed(plan, past[-1].speeds)
-        log(f"balance: as changed at step {past[-1].step}. {described(plan)}")
-        if rank == 0:
-            write_json(run_dir.plan, plan.to_dict())
-    trained = trained_until(run_dir, rank=rank, group=group)
-    return plan, Rebalance(plan, changes, step=step, trained=trained)
-
-
-def length_of(exp: Experiment, plan: Plan, train_store: Any) -> RunLength:
-    """Steps and samples of the run."""
-    return run_length(
-        exp.task,
-        num_samples=len(train_store),
-        global_batch=plan.batch.global_batch,
-        last_batch=exp.data.last_batch,
-    )
-
-
 def open_metrics(run_dir: RunDir, resume_point: ResumePoint) -> MetricsWriter:
     """``metrics.jsonl`` as it was at the resume point, open for appending."""
     writes = torch.distributed.get_rank() == 0
@@ -331,6 +262,29 @@ def log(text: str) -> None:
     if torch.distributed.get_rank() == 0:
         # One write: the thread that saves logs, too.
         print(f"{text}\n", end="", flush=True)
+
+
+def write_inputs(session: Session) -> None:
+    """Write ``inputs.json``, and ``data.json`` with lines about each split. By rank 0 alone."""
+    from llmx.data.store.summary import report
+    from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
+
+    train, held_out = session.train_store, session.eval_store
+    inputs = {
+        "data": train.fingerprint,
+        "date": train.meta["identity"].get("date"),
+        "eval_data": None if held_out is None else held_out.fingerprint,
+        "tokenizer": tokenizer_fingerprint(session.task.tokenizer),
+        # Of a model from the Hub: the commit that was loaded.
+        "model": getattr(session.engine.config, "_commit_hash", None),
+    }
+    write_json(session.run_dir.inputs, inputs)
+    lines = {}
+    for split, store in {"train": train, "eval": held_out}.items():
+        if store is not None:
+            rows = report(store.meta, was_prepared=True)
+            lines[split] = [[name, value] for name, value in rows if name not in PREPARATION]
+    write_json(session.run_dir.data, lines)
 
 
 def open_stores(exp: Experiment, task: Task, plan: Plan, run_dir: RunDir) -> tuple[Any, Any | None]:

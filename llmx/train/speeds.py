@@ -17,25 +17,27 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from llmx.collectives import all_gather
-from llmx.config import Experiment
 from llmx.data.order import samples_of_step
 from llmx.models.flops import ModelFlops, model_flops
 from llmx.models.model import ForwardOfBase, Models
 from llmx.models.parameters import whole_shape
 from llmx.plan.balance import FS, evened, fit_speed, identity, is_of, sample_fs, with_balance
 from llmx.plan.types import Plan, RankSpeed
-from llmx.run.rundir import RunDir, read_json, write_json
+from llmx.run.rundir import read_json, write_json
 from llmx.tasks import JointTask, OnlineTask, Task
 from llmx.text import plural
-from llmx.train.batches import Layout, micro_batch
+from llmx.train.batches import micro_batch
 from llmx.train.engine.build import Engine, free_bytes, whole_weights
 from llmx.train.step import random_state, seed_step, set_random_state, transform_of
 from llmx.train.step_times import Products, synchronize
+
+if TYPE_CHECKING:
+    from llmx.train.session import Session
 
 BLOCK_S = 0.1
 """Shortest block of calls that are timed together: the period of a CPU quota in Linux."""
@@ -87,50 +89,30 @@ class Record:
     """Changes of the split (``batch.rebalance``), by step."""
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The engine, task and data of a measurement on this rank."""
+def measure_speeds(session: Session) -> None:
+    """Share the plan out by what the ranks measure; leave it as it is, where it says otherwise.
 
-    exp: Experiment
-    plan: Plan
-    engine: Engine
-    task: Task
-    store: Any
-    layout: Layout
-
-    @property
-    def rank(self) -> int:
-        return torch.distributed.get_rank()
-
-
-def with_measured_speeds(
-    subject: Subject, run_dir: RunDir, *, group: Any, log: Callable[[str], None]
-) -> Plan:
-    """The plan, shared out by what the ranks measure; as it is, where it says otherwise.
-
-    Collective over ``group``. What was measured for this run before is taken again, so that a
-    resumed run trains the same micro batches.
+    Collective. What was measured for this run before is taken again, so that a resumed run trains
+    the same micro batches.
     """
-    plan = subject.plan
-    if plan.balance is None or plan.balance.method != "measured":
-        return plan
-    recorded = read_record(run_dir, plan, group=group)
-    balance = replace(plan.balance, pending=False, source="")
+    plan, balance = session.plan, session.plan.balance
+    if balance is None or balance.method != "measured":
+        return
+    recorded = read_record(session)
+    balance = replace(balance, pending=False, source="")
     if recorded is not None:
         micro_step_fs = recorded.micro_step_fs
         balance = replace(balance, speeds=recorded.speeds, micro_step_fs=micro_step_fs)
     else:
-        speeds, noise = _measured_speeds(subject, group=group, log=log)
-        micro_step_fs = _micro_step_fs(subject, group=group)
-        balance = replace(balance, speeds=speeds, micro_step_fs=micro_step_fs)
+        speeds, noise = _measured_speeds(session)
+        balance = replace(balance, speeds=speeds, micro_step_fs=_micro_step_fs(session))
         balance = evened(plan, balance, noise=noise)
-    balanced = with_balance(plan, balance)
-    if subject.rank == 0:
+    session.plan = with_balance(plan, balance)
+    if session.rank == 0:
         if recorded is None:
-            write_json(run_dir.balance, record(balanced))
-        write_json(run_dir.plan, balanced.to_dict())
-    log(f"balance: {described(balanced)}")
-    return balanced
+            write_json(session.run_dir.balance, record(session.plan))
+        write_json(session.run_dir.plan, session.plan.to_dict())
+    session.log(f"balance: {described(session.plan)}")
 
 
 def described(plan: Plan) -> str:
@@ -166,12 +148,13 @@ def record(plan: Plan) -> dict[str, Any]:
     }
 
 
-def read_record(run_dir: RunDir, plan: Plan, *, group: Any) -> Record | None:
+def read_record(session: Session) -> Record | None:
     """``balance.json`` as rank 0 reads it; None where there is none of these ranks. Collective."""
     recorded: Record | None = None
-    if torch.distributed.get_rank() == 0:
+    plan = session.plan
+    if session.rank == 0:
         try:
-            values = read_json(run_dir.balance)
+            values = read_json(session.run_dir.balance)
             changes = [
                 Change(change["step"], _speeds_of(change)) for change in values.get("changes", ())
             ]
@@ -181,32 +164,30 @@ def read_record(run_dir: RunDir, plan: Plan, *, group: Any) -> Record | None:
                 recorded = None
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             recorded = None
-    return all_gather(recorded, group=group)[0]
+    return all_gather(recorded, group=session.consensus.group)[0]
 
 
 def _speeds_of(values: dict[str, Any]) -> tuple[RankSpeed, ...]:
     return tuple(RankSpeed(**speed) for speed in values["speeds"])
 
 
-def _measured_speeds(
-    subject: Subject, *, group: Any, log: Callable[[str], None]
-) -> tuple[tuple[RankSpeed, ...], float]:
+def _measured_speeds(session: Session) -> tuple[tuple[RankSpeed, ...], float]:
     """The speed of every rank, and the largest relative error of one. Collective."""
-    began = time.perf_counter()
+    began, group = time.perf_counter(), session.consensus.group
     by, table = "", list[list[Timing]]()
-    if not (problem := _no_micro_batches(subject, group=group)):
-        with _whole_networks(subject):
-            problem, table = time_together(_micro_batches(subject), group=group)
+    if not (problem := _no_micro_batches(session)):
+        with _whole_networks(session):
+            problem, table = time_together(_micro_batches(session), group=group)
     if problem:
         by = f" by matrix products ({problem})"
-        failure, table = time_together(_products(subject), group=group)
+        failure, table = time_together(_products(session), group=group)
         if failure:
             raise RuntimeError(f"batch.balance=measured: {failure}")
-    log(f"balance: measured{by} in {time.perf_counter() - began:.1f} s")
+    session.log(f"balance: measured{by} in {time.perf_counter() - began:.1f} s")
     # One fit for all ranks of a device type on a host: they are alike. By rank 0, for all.
-    places = [(rank.host, rank.device) for rank in subject.plan.ranks]
+    places = [(rank.host, rank.device) for rank in session.plan.ranks]
     fits: dict[tuple[int, str], tuple[RankSpeed, float]] = {}
-    if subject.rank == 0:
+    if session.rank == 0:
         for place in set(places):
             alike = [
                 timing
@@ -230,29 +211,29 @@ def no_splits(task: Task) -> str:
     return ""
 
 
-def _no_micro_batches(subject: Subject, *, group: Any) -> str:
+def _no_micro_batches(session: Session) -> str:
     """The reason why micro batches cannot be timed; empty where they can. Collective."""
-    task, engine = subject.task, subject.engine
-    if reason := no_splits(task):
+    engine = session.engine
+    if reason := no_splits(session.task):
         return reason
     if engine.stage == 3:
         needed = sum(
             (1 + p.requires_grad) * math.prod(whole_shape(p)) * p.element_size()
             for p in engine.module.parameters()
         )
-        if 2 * needed > min(all_gather(free_bytes(engine.device), group=group)):
+        if 2 * needed > min(all_gather(free_bytes(engine.device), group=session.consensus.group)):
             return "the whole model with its gradients takes over half of the free memory"
     return ""
 
 
-def _micro_step_fs(subject: Subject, *, group: Any) -> int | None:
+def _micro_step_fs(session: Session) -> int | None:
     """The time of the exchanges in each micro step, by that of an exchange of some megabytes;
     None where they meet once a step. Collective.
 
     At stage 2 gradients are summed over all ranks in every micro step; at stage 3 weights are
     gathered twice and gradients scattered, each of which moves half as much.
     """
-    engine, plan = subject.engine, subject.plan
+    engine, plan = session.engine, session.plan
     assert plan.balance is not None
     if not plan.balance.same_steps or plan.world_size == 1:
         return None
@@ -263,7 +244,7 @@ def _micro_step_fs(subject: Subject, *, group: Any) -> int | None:
     began = time.perf_counter()
     torch.distributed.all_reduce(values)
     synchronize(engine.device)
-    slowest_s = max(all_gather(time.perf_counter() - began, group=group))
+    slowest_s = max(all_gather(time.perf_counter() - began, group=session.consensus.group))
     size = torch.finfo(engine.dtype).bits // 8
     parameters = list(engine.module.parameters())
     moved = float(sum(math.prod(whole_shape(p)) for p in parameters if p.requires_grad))
@@ -345,9 +326,9 @@ def mean_time(
     return elapsed / calls, noise
 
 
-def _products(subject: Subject) -> Iterator[Job]:
+def _products(session: Session) -> Iterator[Job]:
     """Matrix products, as so many tokens of rows of the run's length as take as many operations."""
-    engine, seq_len = subject.engine, subject.plan.batch.seq_len
+    engine, seq_len = session.engine, session.plan.batch.seq_len
     products = Products(engine.device, engine.dtype, width=width_of(engine))
     counts = {"tokens": seq_len, "target_tokens": seq_len, "square_tokens": seq_len**2}
     of_row = sum(part * sizes.of_step(**counts) for sizes, part in network_flops(engine))
@@ -371,12 +352,12 @@ def network_flops(engine: Engine) -> list[tuple[ModelFlops, float]]:
 
 
 @contextlib.contextmanager
-def _whole_networks(subject: Subject) -> Iterator[None]:
+def _whole_networks(session: Session) -> Iterator[None]:
     """Inside, every rank can pass its networks forward and backward alone. Afterwards the random
     numbers and the peak of memory are as if nothing had been. Collective."""
-    engine, state = subject.engine, random_state()
+    engine, state = session.engine, random_state()
     with whole_weights(engine):
-        seed_step(subject.exp.seed, 0, subject.rank)
+        seed_step(session.exp.seed, 0, session.rank)
         yield
     set_random_state(state)
     for model in engine.models.values():
@@ -386,35 +367,35 @@ def _whole_networks(subject: Subject) -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _micro_batches(subject: Subject) -> Iterator[Job]:
+def _micro_batches(session: Session) -> Iterator[Job]:
     """Micro batches of one sample, and of as many as fit, of the longest and the shortest ones."""
-    store, layout = subject.store, subject.layout
-    assert subject.plan.balance is not None
+    store, layout = session.train_store, session.layout
+    assert session.plan.balance is not None
     samples = samples_of_step(
-        0, global_batch=min(SAMPLES, len(store)), num_samples=len(store), seed=subject.exp.seed
+        0, global_batch=min(SAMPLES, len(store)), num_samples=len(store), seed=session.exp.seed
     )
     rows = layout.rows(store, samples)
     by_length = sorted(range(len(samples)), key=lambda at: (-rows.lengths[at], at))
-    limit = min(subject.plan.balance.limits[subject.rank], len(samples))
+    limit = min(session.plan.balance.limits[session.rank], len(samples))
     choices = [by_length[:size] for size in sorted({1, -(-limit // 2), limit})]
     if rows.lengths[by_length[-1]] < 0.7 * rows.lengths[by_length[0]]:
         choices.append(by_length[-limit:])
     for places in choices:
-        yield _micro_batch(subject, samples, sorted(places))
+        yield _micro_batch(session, samples, sorted(places))
 
 
-def _micro_batch(subject: Subject, samples: Any, places: list[int]) -> Job:
+def _micro_batch(session: Session, samples: Any, places: list[int]) -> Job:
     """The forward and backward pass of the samples at these places."""
-    engine, task = subject.engine, subject.task
+    engine, task = session.engine, session.task
     tensors = micro_batch(
-        subject.store,
+        session.train_store,
         samples,
         places,
         step=0,
-        seed=subject.exp.seed,
-        layout=subject.layout,
+        seed=session.exp.seed,
+        layout=session.layout,
         draws=task.draws,
-        transform=transform_of(task, seed=subject.exp.seed),
+        transform=transform_of(task, seed=session.exp.seed),
     )
     models = Models(
         {
@@ -441,6 +422,6 @@ def _micro_batch(subject: Subject, samples: Any, places: list[int]) -> Job:
 
     lines, length = tensors["input_ids"].shape
     squares = lines * length * length
-    if not subject.layout.whole_rows:
-        squares = sum(subject.layout.rows(subject.store, samples[places]).squares or ())
+    if not session.layout.whole_rows:
+        squares = sum(session.layout.rows(session.train_store, samples[places]).squares or ())
     return Job(run, float(lines * length), float(squares))

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,7 +30,7 @@ from llmx.data.examples import Schema
 from llmx.errors import ConfigError
 from llmx.models.loss import IGNORE, to_device
 from llmx.models.model import Batch, Models
-from llmx.tasks import JointLoss, JointTask, Loss, SampleKey, Task
+from llmx.tasks import JointTask, Loss, SampleKey, Task
 from llmx.train.batches import Step, Transform
 from llmx.train.engine.build import Engine
 from llmx.train.step_times import StepTimes
@@ -41,36 +42,32 @@ def step_seed(seed: int, step: int, rank: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed the generators that a model draws from: the CPU's and this rank's GPU's.
+def _generators() -> list[torch.Generator]:
+    """The generators that a model draws from: the CPU's and this rank's GPU's.
 
     ``torch.manual_seed`` would visit every device of the host. Python's and NumPy's own
     generators are left alone: nothing in a step draws from them.
     """
-    value = step_seed(seed, step, rank)
-    torch.default_generator.manual_seed(value)
-    if torch.cuda.is_initialized():
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(value)
+    if not torch.cuda.is_initialized():
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
 
 
-RandomState = tuple[torch.Tensor, torch.Tensor | None]
-"""States of the generators that a model draws from: the CPU's and this rank's GPU's."""
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed the generators that a model draws from."""
+    for generator in _generators():
+        generator.manual_seed(step_seed(seed, step, rank))
 
 
-def random_state() -> RandomState:
-    """The states of these generators now."""
-    cuda = None
-    if torch.cuda.is_initialized():
-        cuda = torch.cuda.default_generators[torch.cuda.current_device()].get_state()
-    return torch.default_generator.get_state(), cuda
+def random_state() -> list[torch.Tensor]:
+    """The states of the generators that a model draws from."""
+    return [generator.get_state() for generator in _generators()]
 
 
-def set_random_state(state: RandomState) -> None:
+def set_random_state(states: list[torch.Tensor]) -> None:
     """Set these generators to an earlier state."""
-    cpu, cuda = state
-    torch.default_generator.set_state(cpu)
-    if cuda is not None:
-        torch.cuda.default_generators[torch.cuda.current_device()].set_state(cuda)
+    for generator, state in zip(_generators(), states, strict=True):
+        generator.set_state(state)
 
 
 def train_step(
@@ -183,30 +180,25 @@ class StepMetrics:
 EXAMPLES = "example_ids"
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """The sequences, examples and columns of one micro batch of a rank."""
 
     sequences: int
     examples: int
     columns: Mapping[str, torch.Tensor]
-    """With ``example_ids``, which count from 0 in each part."""
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A step, as every rank sees it."""
-
-    outputs: torch.Tensor
-    """[sequences, ...], a leaf."""
-    columns: Mapping[str, torch.Tensor]
-    sequences: list[slice]
-    """Sequences of this rank, by micro batch."""
-    examples: list[slice]
+    """Columns by sequence and by example, with ``example_ids``, which count from 0 in each part."""
 
 
 class JointStep:
     """The losses of one step. Collective: the first call, on all ranks."""
+
+    _losses: torch.Tensor
+    """The losses of all examples of the step."""
+    _metrics: Mapping[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
+    _gradient: torch.Tensor
+    """The gradient with regard to the outputs of all sequences of the step."""
+    _slices: list[tuple[slice, slice]]
+    """The sequences and the examples of each micro batch of this rank, among all of the step."""
 
     def __init__(
         self,
@@ -223,10 +215,7 @@ class JointStep:
             )
         self._task, self._models, self._group = task, models, group
         self._micro_batches = micro_batches
-        self._states: list[RandomState] = []
-        self._whole: Whole | None = None
-        self._found: JointLoss | None = None
-        self._gradient: torch.Tensor | None = None
+        self._states: list[list[torch.Tensor]] = []
         self._next = 0
 
     def __call__(self, models: Models, batch: Batch) -> Loss:
@@ -237,21 +226,17 @@ class JointStep:
             outputs = self._task.outputs(models, batch)
             self._compute([outputs.detach()])
         else:
-            if self._whole is None:
+            if not self._states:
                 self._compute(self._first_pass())
             set_random_state(self._states[number])
             outputs = self._task.outputs(models, batch)
-        whole_step, joint, gradient = self._whole, self._found, self._gradient
-        assert whole_step is not None
-        assert joint is not None
-        assert gradient is not None
-        through = (outputs * gradient[whole_step.sequences[number]]).sum()
-        examples = whole_step.examples[number]
-        value = joint.losses[examples].sum()
+        sequences, examples = self._slices[number]
+        through = (outputs * self._gradient[sequences]).sum()
+        value = self._losses[examples].sum()
         return Loss(
             through + (value - through.detach()),
             float(examples.stop - examples.start),
-            {name: _sum_over(values, examples) for name, values in joint.metrics.items()},
+            {name: _sum_over(values, examples) for name, values in self._metrics.items()},
         )
 
     @torch.no_grad()
@@ -264,13 +249,33 @@ class JointStep:
         return outputs
 
     def _compute(self, outputs: list[torch.Tensor]) -> None:
+        """The losses and the gradient of the step of all ranks, in the order of its samples: by
+        micro batch, then by rank. ``outputs``: of this rank, by micro batch; without a graph.
+        Collective."""
         parts = [part_of(self._task, batch) for batch in self._micro_batches]
-        whole_step = gathered(outputs, parts, group=self._group)
+        by_rank = all_gather(parts, group=self._group)
+        ordered = [part for parts_of_ranks in zip(*by_rank, strict=True) for part in parts_of_ranks]
+        sizes = [[part.sequences for part in rank_parts] for rank_parts in by_rank]
+        gathered = _gathered_outputs(torch.cat(outputs), [sum(counts) for counts in sizes])
+        pieces = [rows.split(counts) for rows, counts in zip(gathered, sizes, strict=True)]
+        step_outputs = torch.cat(
+            [piece for of_ranks in zip(*pieces, strict=True) for piece in of_ranks]
+        )
+        sequences = _slices_of(part.sequences for part in ordered)
+        examples = _slices_of(part.examples for part in ordered)
+        columns = {name: [part.columns[name] for part in ordered] for name in parts[0].columns}
+        columns[EXAMPLES] = [
+            ids + span.start for ids, span in zip(columns[EXAMPLES], examples, strict=True)
+        ]
+        on_device = {
+            name: to_device(torch.cat(x), step_outputs.device) for name, x in columns.items()
+        }
         with torch.enable_grad():
-            joint = self._task.joint_loss(whole_step.outputs, whole_step.columns)
-            (self._gradient,) = torch.autograd.grad(joint.losses.sum(), whole_step.outputs)
-        self._whole = whole_step
-        self._found = JointLoss(joint.losses.detach(), joint.metrics)
+            joint = self._task.joint_loss(step_outputs.requires_grad_(), on_device)
+            (self._gradient,) = torch.autograd.grad(joint.losses.sum(), step_outputs)
+        self._losses, self._metrics = joint.losses.detach(), joint.metrics
+        pairs = list(zip(sequences, examples, strict=True))
+        self._slices = pairs[torch.distributed.get_rank() :: len(by_rank)]
 
 
 def _sum_over(
@@ -282,55 +287,19 @@ def _sum_over(
     return values[examples].sum().detach()
 
 
+def _slices_of(sizes: Iterable[int]) -> list[slice]:
+    """The places of parts of these sizes, one after the other."""
+    return [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
+
+
 def part_of(task: Task, batch: Batch) -> Part:
-    """The columns of a micro batch by sequence and by example."""
+    """The columns of a micro batch by sequence and by example, in memory that can be pickled."""
     schema = Schema((*task.columns, *task.precomputed))
     names = [column.name for kind in ("sequence", "example") for column in schema.per(kind)]
     ids = batch[EXAMPLES]
     examples = int(ids[-1]) + 1 if len(ids) else 0
-    return Part(len(ids), examples, {EXAMPLES: ids, **{name: batch[name] for name in names}})
-
-
-def gathered(outputs: list[torch.Tensor], parts: list[Part], *, group: Any = None) -> Whole:
-    """The step of all ranks, in the order of its samples: by micro batch, then by rank. Collective.
-
-    Args:
-        outputs: of this rank, by micro batch; without a graph.
-    """
-    rank = torch.distributed.get_rank()
-    parts_by_rank = all_gather([_on_host(part) for part in parts], group=group)
-    counts = [sum(part.sequences for part in rank_parts) for rank_parts in parts_by_rank]
-    by_rank = _gathered_outputs(torch.cat(outputs), counts)
-    places = [0] * len(parts_by_rank)
-    ordered_outputs: list[torch.Tensor] = []
-    columns: dict[str, list[torch.Tensor]] = {name: [] for name in parts[0].columns}
-    own_sequences, own_examples = [], []
-    sequences = examples = 0
-    for number in range(len(parts)):
-        for other, part in enumerate(rank_parts[number] for rank_parts in parts_by_rank):
-            stop = places[other] + part.sequences
-            ordered_outputs.append(by_rank[other][places[other] : stop])
-            places[other] = stop
-            for name, values in part.columns.items():
-                columns[name].append(values + examples if name == EXAMPLES else values)
-            if other == rank:
-                own_sequences.append(slice(sequences, sequences + part.sequences))
-                own_examples.append(slice(examples, examples + part.examples))
-            sequences += part.sequences
-            examples += part.examples
-    device = outputs[0].device
-    return Whole(
-        torch.cat(ordered_outputs).requires_grad_(),
-        {name: to_device(torch.cat(values), device) for name, values in columns.items()},
-        own_sequences,
-        own_examples,
-    )
-
-
-def _on_host(part: Part) -> Part:
-    """The part with its columns in plain memory, where they can be pickled."""
-    columns = {name: values.cpu().clone() for name, values in part.columns.items()}
-    return replace(part, columns=columns)
+    columns = {name: batch[name].cpu().clone() for name in (EXAMPLES, *names)}
+    return Part(len(ids), examples, columns)
 
 
 def _gathered_outputs(outputs: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:

@@ -29,6 +29,7 @@ from llmx.train.step_times import (
     StepTimes,
     StragglerWatch,
     idle_share,
+    synchronize,
     usual_probes,
 )
 from llmx.train.stopping import NonFiniteWatch, SpikeWatch, raise_if_not_finite
@@ -66,10 +67,8 @@ class RankValues:
 class StepLog:
     """Gathers the values of a ``train`` line of ``metrics.jsonl`` over steps."""
 
-    def __init__(self, session: Session, *, total: int) -> None:
-        self.session = session
-        self.total = total
-        self.length = session.length
+    def __init__(self, session: Session) -> None:
+        self.session, self.total = session, session.length.steps
         self.optim = optim_of(session.exp.optim, session.exp.adapter)
         start = session.resume_point
         self.tokens_seen = start.tokens_seen
@@ -113,18 +112,14 @@ class StepLog:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, time does not count as training time: an evaluation within an interval."""
-        self._finish_steps()
+        device = self.session.engine.device
+        synchronize(device)  # what it still has to do counts where it belongs
         began = time.perf_counter()
         try:
             yield
         finally:
-            self._finish_steps()
+            synchronize(device)
             self.began += time.perf_counter() - began
-
-    def _finish_steps(self) -> None:
-        """Wait for what the device still has to do, so that its time counts where it belongs."""
-        if self.session.engine.device.type == "cuda":
-            torch.cuda.synchronize(self.session.engine.device)
 
     def next_of(self, steps: Iterator[Step]) -> Step:
         """The next step. The time that this takes counts as waiting for data."""
@@ -134,7 +129,7 @@ class StepLog:
         return step
 
     def add(self, step: Step, loss_sum: torch.Tensor) -> None:
-        """After each step; nothing here waits for the device."""
+        """Add a step to the interval. Nothing here waits for the device."""
         self.steps += 1
         self.tokens += step.tokens
         self.targets += step.target_tokens
@@ -148,7 +143,7 @@ class StepLog:
         self.watch.record(step.step + 1, loss_sum, self.session.engine.last_norm())
 
     def write(self, step: Step, *, extra: bool = False) -> Line | None:
-        """One line, from all ranks. Collective. Raises Diverged, on every rank alike.
+        """Write one line, from all ranks. Collective. Raises Diverged, on every rank alike.
 
         ``extra``: the whole run would not have a line here. Returns how long each rank computed
         where that is measured.
@@ -157,7 +152,7 @@ class StepLog:
         ranks = all_gather(self._rank_values())
         elapsed = time.perf_counter() - self.began
         loss = sum(rank.loss_sum for rank in ranks) / (step.weight or 1)
-        samples, tokens_per_s = self.length.samples_at(done), self.tokens / elapsed
+        samples, tokens_per_s = session.length.samples_at(done), self.tokens / elapsed
         norm = session.engine.grad_norm()
         timings = self._timings(ranks)
         session.metrics.write(
@@ -301,22 +296,16 @@ def report_straggler(
     computes: its forward passes, or the same small piece of work (``probed``)."""
     plan = session.plan
     host = plan.hosts[plan.ranks[rank].host].name
-    key = "probe_s" if probed else "forward_s"
-    times = [float(f"{value:.4g}") if probed else round(value, 6) for value in seconds]
-    session.metrics.event(
-        "straggler",
-        step=step,
-        rank=rank,
-        host=host,
-        factor=round(factor, 2),
-        **{key: times},
-    )
+    times: dict[str, Any] = {"forward_s": [round(value, 6) for value in seconds]}
+    finding = "its part of a step as the other ranks"
+    detail = f"forward passes of a step: {by_rank(seconds)}"
     if probed:
+        times = {"probe_s": [float(f"{value:.4g}") for value in seconds]}
         finding = "a matrix product as at the start or as other ranks of its device type"
         detail = by_rank(seconds)
-    else:
-        finding = "its part of a step as the other ranks"
-        detail = f"forward passes of a step: {by_rank(seconds)}"
+    session.metrics.event(
+        "straggler", step=step, rank=rank, host=host, factor=round(factor, 2), **times
+    )
     fix = "To measure the speeds again: remove balance.json and resume with batch.balance=measured."
     if session.rebalance is not None:
         fix = "batch.rebalance splits the batch anew where that is faster."

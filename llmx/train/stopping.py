@@ -56,7 +56,7 @@ class NonFiniteWatch:
         """False in fp16, where a gradient that overflows is part of seeking the scale."""
 
     def record(self, step: int, loss: torch.Tensor, norm: torch.Tensor | float | None) -> None:
-        """After each step (counted from 1). Nothing here waits for the device."""
+        """Record a step, counted from 1. Nothing here waits for the device."""
         pair = torch.zeros(2, dtype=torch.float32, device=self._first.device)
         pair[0] = loss
         if self._gradients and norm is not None:
@@ -158,7 +158,7 @@ class EarlyStopping:
         task: str,
         evaluates_loss: bool = True,
     ) -> EarlyStopping | None:
-        """None where it is off.
+        """The rule of these settings; None where it is off.
 
         Raises:
             ConfigError: the task does not measure the metric, or does not say what is better.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import llmx
 from llmx.plan.types import Plan, RankSpeed
 from llmx.run.metrics.lines import read_metrics
-from llmx.run.rundir import RunDir, read_json
-from llmx.train.rebalance import Change, record_change
+from llmx.run.rundir import RunDir, read_json, write_json
+from llmx.train.speeds import Change, record
 from tests.forked_ranks import Server
 from tests.pretend_gpu.collectives import differences
 from tests.pretend_gpu.report import STEP
@@ -222,7 +223,7 @@ def test_a_resumed_run_shares_out_anew_and_stops_early(
         assert plan.balance is not None
         one, other = plan.balance.speeds
         change = Change(4, (one, RankSpeed(3 * other.fixed_fs, 3 * other.token_fs)))
-        record_change(run, plan, plan, [change], log=lambda _: None)
+        write_json(run.balance, {**record(plan), "changes": [asdict(change)]})
         return run
 
     run, on_cpus = tmp_path / "run", tmp_path / "cpu"

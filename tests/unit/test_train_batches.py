@@ -12,7 +12,7 @@ from llmx.data.order import samples_of_step
 from llmx.data.store.samples import SampleStore
 from llmx.models.loss import IGNORE
 from llmx.plan.types import BatchPlan
-from llmx.train.batches import Layout, Prefetch, Step, make_step
+from llmx.train.batches import Layout, Step, make_step, prefetched
 from llmx.train.evaluation import slices
 from tests.reference import SEQ_LEN, synthetic_store
 
@@ -80,20 +80,18 @@ def test_prefetch_keeps_the_order_and_raises_the_error_where_it_happened() -> No
         yield from steps(7)
         raise OSError("the disk is gone")
 
-    prefetch = Prefetch(failing())
-    found = iter(prefetch)
+    found = prefetched(failing())
     assert [next(found).step for _ in range(7)] == list(range(7))
     with pytest.raises(OSError, match="the disk is gone"):
         next(found)
-    prefetch.close()
     assert not threads()
 
 
 def test_prefetch_closes_in_the_middle_and_does_not_run_far_ahead() -> None:
     made: list[int] = []
-    prefetch = Prefetch(steps(10**9, made))
-    assert next(iter(prefetch)).step == 0
-    prefetch.close()
+    found = prefetched(steps(10**9, made))
+    assert next(found).step == 0
+    found.close()
     assert len(made) < 12
     assert not threads()
 
@@ -108,6 +106,6 @@ def test_batches_for_a_gpu_are_page_locked(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     batch = {"input_ids": torch.arange(4)[None], "labels": torch.arange(4)[None]}
     step = Step(0, (batch, batch), weight=8, target_tokens=8, tokens=8, square_tokens=32)
-    (found,) = list(Prefetch(iter([step]), pin=True))
+    (found,) = list(prefetched([step], pin=True))
     assert len(locked) == 4
     assert all(values is locked[n] for n, values in enumerate(found.micro_batches[0].values()))

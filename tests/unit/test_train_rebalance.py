@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,8 +22,8 @@ from llmx.plan.balance import corrected_speeds, evened, with_balance
 from llmx.plan.types import Plan, RankSpeed
 from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.tasks import JointTask, OnlineTask
-from llmx.train import session, speeds
-from llmx.train.rebalance import Line, Rebalance, record_change
+from llmx.train import speeds
+from llmx.train.rebalance import Line, Rebalance, open_rebalance, record_change
 from llmx.train.speeds import (
     BLOCK_S,
     LEAST_BLOCKS,
@@ -183,9 +185,13 @@ def test_what_was_decided_is_repeated_at_its_step(tmp_path: Path) -> None:
     (step,) = run_on(first, [1.0, 3.0], steps=4)
     run = RunDir(tmp_path / "run")
     run.root.mkdir()
-    said = record_change(run, plan, first.plan, first.changes, log=lambda text: None)
-    assert said["sizes"] == [[18], [6]]
-    assert said["time_factor"] == pytest.approx(0.5)
+    events: list[dict[str, Any]] = []
+    metrics = SimpleNamespace(event=lambda _, **values: events.append(values))
+    session: Any = SimpleNamespace(
+        plan=first.plan, run_dir=run, rebalance=first, metrics=metrics, log=lambda text: None
+    )
+    record_change(session, plan, step=step)
+    assert events == [{"step": step, "sizes": [[18], [6]], "time_factor": pytest.approx(0.5)}]
     assert Plan.from_dict(read_json(run.plan)) == first.plan
     changes = [
         Change(one["step"], tuple(RankSpeed(**speed) for speed in one["speeds"]))
@@ -237,13 +243,11 @@ def test_what_cannot_be_rebalanced_is_refused(groups, words, tmp_path) -> None:
     ("kind", "why"),
     [(JointTask, "has a joint loss over the step"), (OnlineTask, "generates its samples")],
 )
-def test_a_task_that_cannot_be_rebalanced_says_so(kind, why, tmp_path, monkeypatch) -> None:
+def test_a_task_that_cannot_be_rebalanced_says_so(kind, why, tmp_path) -> None:
     exp = experiment(tmp_path, batch={"rebalance": True})
-    plan, said = make_plan(exp), []
-    monkeypatch.setattr(session, "log", said.append)
-    task = kind.__new__(type("Mine", (kind,), {"name": "mine"}))
-    found = session.open_rebalance(exp, plan, RunDir(tmp_path), task=task, step=0, group=None)
-    assert found == (plan, None)
+    task, said = kind.__new__(type("Mine", (kind,), {"name": "mine"})), []
+    session: Any = SimpleNamespace(plan=make_plan(exp), task=task, log=said.append)
+    assert open_rebalance(session) is None
     (text,) = said
     assert f"batch.rebalance=true has no effect: task=mine {why}" in text
 

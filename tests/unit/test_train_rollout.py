@@ -284,12 +284,13 @@ def test_a_resume_that_cannot_repeat_its_samples_says_so(config: RolloutConfig, 
         engine=SimpleNamespace(module=torch.nn.Linear(1, 1)),
         exp=SimpleNamespace(rollout=config, adapter=SimpleNamespace(kind="none")),
         servers=object(),
+        length=SimpleNamespace(steps=9),
         plan=SimpleNamespace(world_size=1),
         metrics=SimpleNamespace(event=lambda *_, **__: None),
         declared_metrics={},
         log=lines.append,
     )
-    write_beginning(session, total=9)
+    write_beginning(session)
     assert lines[1] == "resuming from step 4 of 9 (attempt 2)"
     ahead = "the samples of the steps after it are drawn anew, and are others than before"
     assert lines[2:] == ([f"{why}: {ahead}"] if why else [])

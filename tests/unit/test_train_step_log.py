@@ -54,7 +54,7 @@ class Recorded:
             ),
             plan=SimpleNamespace(world_size=1, peak_tflops=0.0),
             resume_point=SimpleNamespace(tokens_seen=0, target_tokens_seen=0, losses=[]),
-            length=SimpleNamespace(samples_at=lambda step: 4 * step),
+            length=SimpleNamespace(steps=1000, samples_at=lambda step: 4 * step),
             train_store=range(100),
             metrics=SimpleNamespace(write=lambda kind, **line: self.lines.append(line)),
             log=lambda text: None,
@@ -64,7 +64,7 @@ class Recorded:
         return self.now
 
     def open(self) -> StepLog:
-        self.log = StepLog(self.session, total=1000)
+        self.log = StepLog(self.session)
         return self.log
 
     def add(self, number: int, *, targets: int, loss: float, takes_s: float) -> Any:

@@ -83,37 +83,33 @@ def gradient_order(network: nn.Module, forward: Callable[[], Any]) -> list[str]:
     memory for all of them. The network is as it was afterwards, but for random numbers drawn.
     """
     names: list[str] = []
-    handles = []
 
-    def record(name: str) -> Callable[[torch.Tensor], None]:
-        def hook(parameter: torch.Tensor) -> None:
-            names.append(name)
-            parameter.grad = None
+    def completed(name: str, parameter: torch.Tensor) -> None:
+        names.append(name)
+        parameter.grad = None
 
-        return hook
-
-    for name, parameter in network.named_parameters():
-        if parameter.requires_grad:
-            handles.append(parameter.register_post_accumulate_grad_hook(record(name)))
+    handles = [
+        parameter.register_post_accumulate_grad_hook(partial(completed, name))
+        for name, parameter in network.named_parameters()
+        if parameter.requires_grad
+    ]
     try:
         with torch.enable_grad():
-            parts = [output.float().square().sum() for output in _differentiable(forward())]
+            output = forward()
+            # What a loss may see: logits or hidden states, an auxiliary loss.
+            values = output.values() if hasattr(output, "keys") else [output]
+            parts = [
+                value.float().square().sum()
+                for value in values
+                if isinstance(value, torch.Tensor) and value.requires_grad
+            ]
+            if not parts:
+                raise ValueError("its forward pass has no output with a gradient")
             torch.stack(parts).sum().backward()
     finally:
         for handle in handles:
             handle.remove()
     return names
-
-
-def _differentiable(output: Any) -> list[torch.Tensor]:
-    """The tensors of an output that a loss may see: logits or hidden states, an auxiliary loss."""
-    values = output.values() if hasattr(output, "keys") else [output]
-    differentiable = [
-        value for value in values if isinstance(value, torch.Tensor) and value.requires_grad
-    ]
-    if not differentiable:
-        raise ValueError("its forward pass has no output with a gradient")
-    return differentiable
 
 
 def seed_everything(seed: int, *, deterministic: bool | None, accelerator: str) -> None:
@@ -382,36 +378,40 @@ def check_gradient_order(models: Models, plan: Plan, *, seq_len: int) -> None:
         network = model.module
         if not any(parameter.requires_grad for parameter in network.parameters()):
             continue
-        order, problem = _order_of(model, seq_len=seq_len)
-        orders = all_gather((order, problem))
-        expected = (orders[0][0], "")
-        differing = [rank for rank, of_rank in enumerate(orders) if of_rank != expected]
+        orders = all_gather(_order_of(model, seq_len=seq_len))
+        expected, _ = orders[0]
+        differing = [rank for rank, answer in enumerate(orders) if answer != (expected, "")]
         if not differing:
             continue
         rank = differing[0]
-        other, why = orders[rank]
+        order, why = orders[rank]
         kind = type(network).__name__
         if why and not plan.checkpointing:
             if torch.distributed.get_rank() == 0:
                 print(f"Cannot check the order of the gradients of {kind}: {why}", flush=True)
             continue
+        if not why:
+            pairs = enumerate(zip_longest(expected, order, fillvalue="none"), start=1)
+            place, (name, there) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+            why = f"gradient {place} is {there} there and {name} on rank 0"
         raise ConfigError(
             f"{kind}: ZeRO stages 1 and 2 need gradients in the same order on all ranks. Rank "
-            f"{rank} and rank 0 differ: {why or _difference(orders[0][0], other)}. Set one "
-            "model.activation_checkpointing (null for each type of device) and one "
-            "model.attention (segments, sdpa or eager) for all ranks."
+            f"{rank} and rank 0 differ: {why}. Set one model.activation_checkpointing (null for "
+            "each type of device) and one model.attention (segments, sdpa or eager) for all ranks."
         )
 
 
 def _order_of(model: Model, *, seq_len: int) -> tuple[list[str], str]:
-    """The order of a network's gradients; or why it is not known."""
+    """The order of a network's gradients, by a few tokens; or why it is not known."""
     network, device = model.module, model.device
     if next(network.parameters()).device.type != device.type:
         network.to(device)  # as DeepSpeed will; attention may have a kernel there only
     was_training = network.training
     network.train()  # else nothing is computed again
+    ids = torch.arange(min(8, seq_len))[None]
+    tokens = {"input_ids": ids, "position_ids": ids, "labels": ids}
     try:
-        inputs, _ = model.inputs(_few_tokens(seq_len))
+        inputs, _ = model.inputs({**tokens, "segment_ids": torch.ones_like(ids)})
         if has_score(network):
             at = torch.zeros(1, dtype=torch.long, device=device)
             inputs["pool_at"] = at, at
@@ -420,15 +420,6 @@ def _order_of(model: Model, *, seq_len: int) -> tuple[list[str], str]:
         return [], f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     finally:
         network.train(was_training)
-
-
-def _difference(order: list[str], other: list[str]) -> str:
-    """The first place at which two orders of gradients differ."""
-    pairs = zip_longest(order, other, fillvalue="none")
-    for place, (name, other_name) in enumerate(pairs, start=1):
-        if name != other_name:
-            return f"gradient {place} is {other_name} there and {name} on rank 0"
-    return "the order is the same"
 
 
 def check_spec(spec: ModelSpec, *, precision: str) -> None:
@@ -606,17 +597,6 @@ def _build_network(
         adapter=adapter,
         liger_kernel=liger_kernel,
     )
-
-
-def _few_tokens(seq_len: int) -> dict[str, torch.Tensor]:
-    """A micro batch to try a model with."""
-    ids = torch.arange(min(8, seq_len))[None]
-    return {
-        "input_ids": ids,
-        "position_ids": ids,
-        "segment_ids": torch.ones_like(ids),
-        "labels": ids,
-    }
 
 
 def _can_fuse(model: Model, choice: ModelConfig) -> bool:

@@ -47,13 +47,13 @@ def hidden_matrices(network: nn.Module) -> set[int]:
 
 
 def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """A matrix, or one of each expert."""
+    """Whether it is a matrix, or one for each expert."""
     dimensions = len(whole_shape(parameter))
     return dimensions == 2 or (dimensions == 3 and ".experts." in name)
 
 
 def computing_dtype(device: torch.device) -> torch.dtype:
-    """bf16; fp32 on a GPU before Ampere (V100), which emulates bf16."""
+    """The dtype of the products: bf16; fp32 on a GPU before Ampere (V100), which emulates bf16."""
     old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     return torch.float32 if old else torch.bfloat16
 
@@ -94,10 +94,6 @@ class Part:
     start: int = 0
     length: int = 0
     offset: int = 0
-
-    @property
-    def is_whole(self) -> bool:
-        return self.length == math.prod(self.shape)
 
 
 class Muon(torch.optim.Optimizer):
@@ -203,7 +199,7 @@ class Muon(torch.optim.Optimizer):
             whole_parts, split = self._mine.get(index, []), self._split.get(index, [])
 
         def ahead(part: Part) -> torch.Tensor:
-            """Nesterov's, where the next step would look."""
+            """The momentum of the next step (Nesterov's)."""
             there = slice(part.offset, part.offset + part.length)
             return gradient[there].lerp(momentum[there], self.momentum).to(torch.bfloat16)
 

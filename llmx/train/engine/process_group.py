@@ -74,8 +74,8 @@ def join_process_group(plan: Plan, *, timeout_s: float = LaunchConfig.comm_timeo
 
 
 def _need_precision(precision: str) -> None:
-    """DeepSpeed would refuse it, too, but only after the model is built. Only this one is asked
-    for: torch answers for bf16 on a V100 by making a tensor there."""
+    """Raise ConfigError for a precision that the device lacks; DeepSpeed would, after the model is
+    built. No other one is asked for: torch answers for bf16 on a V100 by making a tensor there."""
     from deepspeed.accelerator import get_accelerator
 
     device = get_accelerator()
@@ -100,9 +100,9 @@ class Gpus:
     """The GPUs of this host, according to torch and the driver."""
 
     visible: int
-    """To this process."""
+    """GPUs that this process sees."""
     installed: int | None
-    """In the host; None where the driver does not report it."""
+    """GPUs in the host; None where the driver does not report them."""
     names: tuple[str, ...] = ()
     capabilities: tuple[float, ...] = ()
     torch: str = ""
@@ -132,8 +132,11 @@ def choose_gpu(plan: Plan, *, rank: int, local_rank: int) -> int:
 
 
 def gpu_index(gpus: Gpus, *, local_rank: int, slots: int, host: str) -> int:
-    """Among the visible ones. A scheduler that binds GPUs shows each rank its own alone
-    (``--gpus-per-task``, ``--gpu-bind`` of Slurm): number 0 there, whatever ``LOCAL_RANK`` is."""
+    """The number of a rank's GPU among the visible ones.
+
+    A scheduler that binds GPUs shows each rank its own alone (``--gpus-per-task``, ``--gpu-bind``
+    of Slurm): number 0 there, whatever ``LOCAL_RANK`` is.
+    """
     if local_rank < slots <= gpus.visible:
         return local_rank
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
@@ -151,7 +154,7 @@ def gpu_index(gpus: Gpus, *, local_rank: int, slots: int, host: str) -> int:
 
 
 def check_quantized_gradients(zero: ZeroConfig, plan: Plan, *, visible: int) -> None:
-    """qgZ takes the GPUs that a rank sees for the ranks of its host
+    """Raise ConfigError where qgZ would take the GPUs that a rank sees for the ranks of its host
     (``_get_local_all_to_all_group`` in ``deepspeed/utils/groups.py``)."""
     slots = {host.slots for host in plan.hosts}
     if zero.quantized_gradients and len(plan.hosts) > 1 and slots != {visible}:
