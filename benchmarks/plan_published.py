@@ -18,9 +18,11 @@ from machine import write_result
 
 from llmx.config import Experiment, experiment_from_dict
 from llmx.plan import make_plan
+from llmx.plan.knowledge import Knowledge
 from llmx.plan.memory import memory_of
+from llmx.plan.trace import Traces
 from llmx.plan.types import Plan
-from llmx.train.memory_trace import trace_step
+from llmx.train.memory_trace import networks_of, trace_step
 
 ROOT = Path(__file__).resolve().parent.parent
 CATALOGUE = yaml.safe_load((ROOT / "conf/hardware/devices/catalogue.yaml").read_text())
@@ -234,7 +236,9 @@ def speeds() -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for row in (row for row in ROWS if row.published):
-        value = planned(row, make_plan(experiment(row)))
+        exp = experiment(row)
+        knowledge = Knowledge(traces=Traces({}, networks=networks_of(exp)))
+        value = planned(row, make_plan(exp, knowledge))
         ratio = value / row.published
         lines.append(
             f"| {row.source} | {details(row, gpus=True)} | {shown(row.published)} | {shown(value)} "

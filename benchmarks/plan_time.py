@@ -65,7 +65,7 @@ def measured_s(run: Path) -> float:
 
 def one(words: list[str], root: Path, number: int, *, teaches: bool) -> dict[str, Any]:
     """Predicted by what the cache knows, and measured."""
-    environment = {"LLMX_CACHE": str(root / "cache"), "LLMX_TRACES": "off", "LLMX_LEARNED": "on"}
+    environment = {"LLMX_CACHE": str(root / "cache"), "LLMX_LEARNED": "on"}
     planned, run = root / f"plan-{number}", root / f"run-{number}"
     typed, log = [*BASE, *words], root / f"log-{number}"
     llmx(["plan", *typed, f"run_dir={planned}"], environment, log=log)

@@ -353,6 +353,8 @@ def predicted(exp: Experiment, plan: Any) -> dict[str, Any]:
         attention="sdpa",
         micro_batch=max(plan.batch.micro_batches),
     )
+    network = next(network for network in trace.networks.values() if network.num_trained)
+    plan = dataclasses.replace(plan, network=network)
     peaks = peak_of(trace, rules_of(exp, plan))
     drawing = round(memory_of(exp, plan, trace, "cpu").drawing_gib * 2**30)
     return {
@@ -360,7 +362,7 @@ def predicted(exp: Experiment, plan: Any) -> dict[str, Any]:
         "parts": {**peaks.at, "drawing": drawing, "resting": peaks.current},
         "moment": peaks.moment,
         "host": peaks.host,
-        "parameters": trace.num_parameters,
+        "parameters": network.num_parameters,
     }
 
 

@@ -6,6 +6,7 @@ import copy
 import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -18,9 +19,12 @@ from llmx.cli.arguments import as_meant
 from llmx.compose.complete import Composed, complete, plan_experiment
 from llmx.compose.hydra_config import register_defaults
 from llmx.compose.overrides import resolve_alias
-from llmx.config import experiment_from_dict
+from llmx.config import Experiment, experiment_from_dict
 from llmx.config.groups import CONF, GROUPS
 from llmx.lifecycle.knowledge import informed
+from llmx.plan.knowledge import Knowledge
+from llmx.plan.network import Network
+from llmx.plan.trace import Traces
 
 
 def _chooses_an_option(override: Override) -> bool:
@@ -61,3 +65,32 @@ def composed(overrides: list[str], *, run_dir: Path | str = "/runs/test") -> Com
 def planned(overrides: list[str], *, run_dir: Path | str = "/runs/test") -> Composed:
     """The same with traces, where a test has them (``made_up_traces``), and choices by them."""
     return informed(composed(overrides, run_dir=run_dir), choose=True)
+
+
+def sized(overrides: list[str], *, run_dir: Path | str = "/runs/test") -> Composed:
+    """The same as ``composed``, with the networks of the task: sizes and times are known."""
+    exp, problems = complete(experiment_from_dict(values(overrides, run_dir=run_dir)))
+    return plan_experiment(exp, problems, knowledge=with_networks(exp))
+
+
+def with_networks(exp: Experiment) -> Knowledge:
+    """Knowledge of the networks alone, where they can be built: no micro step is traced."""
+    try:
+        return Knowledge(traces=Traces({}, networks=networks(exp)))
+    except OSError:  # its config is nowhere
+        return Knowledge()
+
+
+def networks(exp: Experiment) -> dict[str, Network]:
+    """The networks of the task as they are built, by name; built once for alike experiments."""
+    parts = [exp.model, exp.adapter, exp.task.kind, exp.task.options, exp.data.seq_len]
+    key = repr(parts)
+    if key not in _BUILT:
+        from llmx.train.memory_trace import networks_of
+
+        with mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True):
+            _BUILT[key] = networks_of(exp)
+    return _BUILT[key]
+
+
+_BUILT: dict[str, dict[str, Network]] = {}

@@ -7,8 +7,6 @@ import json
 from typing import Any
 
 from llmx.config import Experiment, experiment_from_dict
-from llmx.plan.adapter import adapter_size, network_modules, trained_parameters
-from llmx.plan.geometry import model_geometry
 from llmx.plan.trace import (
     FETCH,
     FETCH_BACKWARD,
@@ -19,6 +17,7 @@ from llmx.plan.trace import (
     StepTrace,
     TracedParameter,
 )
+from tests.composing import networks
 
 KEPT = {"none": 12, "selective": 7, "full": 1}
 """Elements that a layer keeps for the backward pass, by token and hidden width."""
@@ -34,38 +33,35 @@ def answers(_program: str, request: str, **_options: Any) -> list[dict[str, Any]
 
 
 def answer(exp: Experiment, *, activation_checkpointing: str, **run: Any) -> dict[str, Any]:
-    """The answer to one request; a problem for an architecture without a geometry."""
-    if model_geometry(exp.model) is None:
+    """The answer to one request; a problem for a network that cannot be built."""
+    try:
+        return {"trace": trace(exp, checkpointing=activation_checkpointing, **run).to_dict()}
+    except OSError:
         return {"problem": "not made up"}
-    return {"trace": trace(exp, checkpointing=activation_checkpointing, **run).to_dict()}
 
 
 def trace(
     exp: Experiment, *, checkpointing: str, precision: str, micro_batch: int, **_run: Any
 ) -> StepTrace:
     """An embedding, layers that are alike, and a head; weights of a layer as one parameter."""
-    shape, modules = model_geometry(exp.model), network_modules(exp.model)
-    assert shape is not None
+    built = networks(exp)
+    network = next(network for network in built.values() if network.num_trained)
     width = 4 if precision == "fp32" else 2
-    hidden = micro_batch * exp.data.seq_len * shape.hidden_size * width
+    hidden = micro_batch * exp.data.seq_len * network.hidden_size * width
     kept, work = KEPT[checkpointing] * hidden, WORK * hidden
-    logits = 2 * micro_batch * exp.data.seq_len * shape.vocab_size * width
-    table = shape.vocab_size * shape.hidden_size
-    adapter, layers = adapter_size(exp.model, exp.adapter), shape.num_layers
-    is_tied = modules is not None and not modules.others.get("lm_head", 0)
-    layer = (shape.num_parameters - (1 if is_tied else 2) * table) // layers
-    packed = adapter.quantized // layers if adapter else 0
-    sizes = [table, *[layer - packed] * layers, 0 if is_tied else table]
-    trains = (adapter is None) and not exp.model.freeze
+    logits = 2 * micro_batch * exp.data.seq_len * network.vocab_size * width
+    table, layers = network.vocab_size * network.hidden_size, network.num_layers
+    is_tied = network.num_looked_up < table
+    trains = network.num_trained == network.num_parameters
+    num_frozen = network.num_parameters - (0 if trains else network.num_trained)
+    layer = (num_frozen - network.num_packed - (1 if is_tied else 2) * table) // layers
+    sizes = [table, *[layer] * layers, 0 if is_tied else table]
     parameters = [TracedParameter(size, trains) for size in sizes]
     own = [[index] for index in range(len(sizes))]
     if not trains:
-        num_trained = trained_parameters(exp.model, exp.adapter) or 0
-        if adapter is None:  # frozen parts of the network, by elements
-            parameters = [TracedParameter(size - num_trained // layers, False) for size in sizes]
         for number in range(1, layers + 1):
             own[number].append(len(parameters))
-            parameters.append(TracedParameter(num_trained // layers, True))
+            parameters.append(TracedParameter(network.num_trained // layers, True))
     events, live = [], 0
     for module in range(len(sizes)):
         events.append(Event(FETCH, module, live, live))
@@ -88,7 +84,6 @@ def trace(
         tuple(parameters),
         tuple(map(tuple, own)),
         tuple(events),
-        buffers=round((adapter.quantized if adapter else 0) * 0.52),
-        flops=6.0 * shape.num_parameters * micro_batch * exp.data.seq_len,
-        num_packed=packed * layers,
+        buffers=round(network.num_packed * 0.52),
+        networks=built,
     )

@@ -11,6 +11,7 @@ from llmx.plan import make_plan
 from llmx.run import snapshot
 from llmx.run.metrics.lines import GROUPS, read_metrics
 from llmx.run.rundir import RunDir
+from tests.composing import with_networks
 from tests.rundirs import experiment, write_run
 
 MEASURED = {"time", *(key for key, group in GROUPS.items() if group == "perf")}
@@ -62,7 +63,7 @@ def assert_planned_sizes(run_dir: RunDir) -> None:
     """A checkpoint and ``model/`` take what the plan says, within 5 % or, of small ones, 64 KiB."""
     exp = snapshot.load(run_dir)
     exp.model.config.setdefault("vocab_size", 1024)  # of the bundled tokenizer
-    storage = make_plan(exp).storage
+    storage = make_plan(exp, with_networks(exp)).storage
     assert storage is not None
     newest = sorted(run_dir.checkpoints.glob("step-*"))[-1]
     for directory, planned in (

@@ -15,11 +15,11 @@ from typing import Any
 from llmx.cli import data_out
 from llmx.config import Experiment
 from llmx.config.build import shown
+from llmx.config.model_rules import position_limit
 from llmx.data import SampleStore
 from llmx.data.store.summary import draw_histogram, lost_rows, print_samples, report
 from llmx.errors import ConfigError
 from llmx.offline import stay_offline_if_unreachable
-from llmx.plan.geometry import position_limit
 from llmx.tasks import prepare, task_of, tokenizer_of
 from llmx.text import printable
 

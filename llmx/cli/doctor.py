@@ -238,12 +238,12 @@ def _examine_network(
 def network_time(composed: Composed, gbit_per_s: float) -> str:
     """What the plan predicts with a network of this bandwidth."""
     from llmx.compose.complete import plan_experiment
-    from llmx.lifecycle.learned import finished_runs
+    from llmx.lifecycle.knowledge import gather
 
     exp = composed.experiment
     hardware = dataclasses.replace(exp.hardware, network_gbit_per_s=float(f"{gbit_per_s:.3g}"))
     measured = dataclasses.replace(exp, hardware=hardware)
-    planned = plan_experiment(measured, is_checked=True, knowledge=finished_runs())
+    planned = plan_experiment(measured, is_checked=True, knowledge=gather(composed, variants=False))
     time_plan = planned.plan.time
     key = f"hardware.network_gbit_per_s={gbit_per_s:.3g}"
     if time_plan is None or not time_plan.step_s:

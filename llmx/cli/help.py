@@ -90,7 +90,7 @@ ENVIRONMENT = {
         "status and watch look there. run_dir=DIR overrides it for one run.",
         "LLMX_CACHE": "Directory of prepared data; default: ~/.cache/llmx. data.cache_dir "
         "overrides it.",
-        "LLMX_TRACES": "off: plans have no memory, since no network is traced "
+        "LLMX_TRACES": "off: plans have no sizes, memory or time, since no network is traced "
         "(docs/planner.md); default: on.",
         "LLMX_LEARNED": "off: plans neither use nor leave what finished runs have shown of a "
         "device's speed (learned.json in the cache, docs/planner.md); default: on.",

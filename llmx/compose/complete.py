@@ -45,7 +45,7 @@ from llmx.config import (
 )
 from llmx.config.build import shown
 from llmx.config.file_formats import files_in, is_saved, known_suffixes, name_problem, type_of
-from llmx.config.model_rules import head_problem, model_config_problems
+from llmx.config.model_rules import head_problem, position_limit
 from llmx.config.rollout_rules import with_rollout_hosts
 from llmx.config.user_code import with_code_path
 from llmx.config.validate import validate
@@ -53,11 +53,8 @@ from llmx.errors import ConfigError, did_you_mean
 from llmx.hardware.detect import local_names
 from llmx.hardware.resolve import resolve_hardware
 from llmx.plan import Plan, ds_config, make_plan
-from llmx.plan.adapter import freeze_problems, target_problems
 from llmx.plan.choices import auto_keys, choose, first_allowed, size_of_a_step
-from llmx.plan.geometry import model_geometry, position_limit
 from llmx.plan.knowledge import NO_KNOWLEDGE, Knowledge
-from llmx.plan.memory import with_size, with_trained_size
 from llmx.plan.types import NetworkBeside
 
 
@@ -258,56 +255,23 @@ def _input_paths(exp: Experiment) -> dict[str, str | None]:
 
 
 def _network_problems(exp: Experiment) -> Iterator[str]:
-    """Yield a message for weights that end in another head than the task needs, and for names in
-    the adapter that the trained network does not have."""
-    trained_heads = list[str]()
+    """Yield a message for each model whose weights end in another head than the task needs."""
     options = {path: f"task.options.{name}" for name, path in model_sources(exp.task).items()}
     for name, spec in specs(exp).items():
-        if spec.trained and spec.source is None:
-            trained_heads.append(spec.head)
         key, path = options.get(spec.source, name), spec.source
         if path is None and spec.trained and exp.model.init == "pretrained":
             key, path = "model.path", exp.model.path
         config, _ = _model_directory(path, key, weights=False, config=False)
         if problem := head_problem(config, spec.head, f"{key}={path}", trained=spec.trained):
             yield problem
-    if not any(model_config_problems(exp.model)):
-        problems = (
-            problem
-            for head in trained_heads or [""]
-            for of_head in (
-                target_problems(exp.model, exp.adapter, head=head),
-                freeze_problems(exp.model, head=head),
-            )
-            for problem in of_head
-        )
-        yield from dict.fromkeys(problems)
 
 
 def _beside(exp: Experiment) -> tuple[NetworkBeside, ...]:
-    """The networks that the task has beside the one that is exported, as far as they are known."""
-    networks = []
-    for name, spec in specs_beside(exp).items():
-        model = exp.model
-        if spec.source is not None:
-            added: dict[str, Any] = {"add_tokens": [], "add_special_tokens": []}
-            config = network_of(spec.source, spec.revision)
-            model = replace(
-                model, kind="hf", init="pretrained", config={}, resolved=config, **added
-            )
-        network = NetworkBeside(
-            name,
-            num_parameters=0,
-            precision=spec.precision,
-            before_training=spec.precomputes,
-            source=spec.source,
-            revision=spec.revision,
-        )
-        if spec.trained:
-            networks.append(with_trained_size(network, model, exp.adapter))
-        else:
-            networks.append(with_size(network, model_geometry(model)))
-    return tuple(networks)
+    """The networks that the task has beside the one that is exported."""
+    return tuple(
+        NetworkBeside(name, spec.precision, spec.precomputes, spec.source, spec.revision)
+        for name, spec in specs_beside(exp).items()
+    )
 
 
 def _with_model_sources(

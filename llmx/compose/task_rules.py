@@ -22,8 +22,6 @@ from llmx.config.optimizers import optimizer_of
 from llmx.config.schema import BatchConfig, Experiment, TaskConfig
 from llmx.config.tasks import TaskDefaults, shipped_tasks
 from llmx.errors import ConfigError
-from llmx.plan.geometry import model_geometry
-from llmx.plan.rollout_time import ROWS
 from llmx.plan.types import DrawnSamples
 from llmx.run.metrics.completions import declare
 from llmx.run.metrics.declared import check_checkpoint_metric
@@ -142,12 +140,9 @@ def task_warnings(exp: Experiment) -> tuple[str, ...]:
     base = importlib.import_module("llmx.tasks.base").Task
     warnings = []
     if generates(kind):
-        left_out = ""
-        if model_geometry(exp.model) is None:
-            left_out = f", without the key-value cache of {ROWS} completions on each rank"
         warnings.append(
             f"task={exp.task.kind} generates its samples. The plan counts completions of full "
-            f"length{left_out}. Measure with task.stop_at_step=5."
+            "length. Measure with task.stop_at_step=5."
         )
     if num_prompts and exp.name != DEMO and kind.eval_prompts is base.eval_prompts:
         warnings.append(

@@ -98,6 +98,19 @@ _SPLITS_HIDDEN_SIZE = ("llama", "mistral", "qwen2", "gpt2", "opt", "bert", "mega
 """Architectures whose head is as wide as ``hidden_size / heads`` where ``head_dim`` is not set."""
 
 
+def whole_number(config: dict[str, Any], *names: str) -> int | None:
+    """The first of these values of a Hugging Face config that is a whole number; of a multi-modal
+    model, its language model's."""
+    values = (config.get(LANGUAGE_SECTION) or config).get
+    return next((value for name in names if type(value := values(name)) is int), None)
+
+
+def position_limit(config: dict[str, Any]) -> int | None:
+    """The longest sequence the network takes, under the names that configs use."""
+    names = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
+    return whole_number(config, *names)
+
+
 LANGUAGE_MODELS = {"causal_lm": "a causal language model", "masked_lm": "a masked language model"}
 """Heads over the vocabulary (``llmx.models.spec``), in words."""
 WITHOUT_OUTPUT_HEAD = (

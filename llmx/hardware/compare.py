@@ -5,7 +5,6 @@ Errors stop the launch with the fix; warnings are shown and the run goes on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -507,7 +506,7 @@ def disk_problem(
     # the model beside the last one.
     at_first = 2 if at_once is None else min(2, at_once)
     new, stays = max(at_first - present, min(1, at_first)), max(0, min(1, at_first) - present)
-    least = math.floor(storage.certain * max(new * checkpoint, stays * checkpoint + model))
+    least = max(new * checkpoint, stays * checkpoint + model)
     if facts["free_bytes"] < least:
         instead = "Free some space, or set run_dir to a directory on a larger disk."
         if at_once == 0:

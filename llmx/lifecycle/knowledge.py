@@ -38,8 +38,8 @@ TIME_LIMIT_S = 60.0
 """What is not traced by then is left out: first of all other ways to run it."""
 CODE = (
     "models/adapter.py", "models/blocks.py", "models/experts.py", "models/factory.py",
-    "models/loss.py", "models/model.py", "models/quantized.py", "models/varlen.py",
-    "plan/trace.py", "train/memory_trace.py",
+    "models/flops.py", "models/loss.py", "models/model.py", "models/quantized.py",
+    "models/varlen.py", "plan/network.py", "plan/trace.py", "train/memory_trace.py",
 )  # fmt: skip
 """Files of llmx that a trace depends on, beside that of the task."""
 
@@ -94,13 +94,11 @@ def _chosen(composed: Composed, asked: Experiment, *, is_trial: bool) -> Compose
 def gather(composed: Composed, *, variants: bool) -> Knowledge:
     """Everything that is known for a planned experiment. ``variants``: also traces of other ways to
     run it."""
-    exp, plan, knowledge = composed.experiment, composed.plan, finished_runs()
-    if plan.balance is not None and plan.balance.pending:
-        # By finished runs other micro batches than by the data sheets.
-        plan = plan_experiment(exp, is_checked=True, knowledge=knowledge).plan
+    knowledge = finished_runs()
     if os.environ.get("LLMX_TRACES", "").lower() == "off":
         return knowledge
-    return replace(knowledge, traces=find_traces(exp, plan, variants=variants))
+    traces = find_traces(composed.experiment, composed.plan, variants=variants)
+    return replace(knowledge, traces=traces)
 
 
 def tokenizer_rows(name: str, *, with_added: bool = True) -> int | None:
@@ -118,7 +116,8 @@ def tokenizer_rows(name: str, *, with_added: bool = True) -> int | None:
 
 
 def find_traces(exp: Experiment, plan: Plan, *, variants: bool) -> Traces:
-    """Read the traces from the run directory and the cache; make the missing ones."""
+    """Read the traces from the run directory and the cache; make the missing ones. ConfigError
+    where ``adapter`` or ``model.freeze`` name what the network does not have."""
     keys = wanted_traces(exp, plan, alternatives=variants)
     places = {key: _cached(exp, plan, key) for key in keys}
     of_run = read_mapping(RunDir(Path(exp.run_dir)).traces) if exp.run_dir else {}
@@ -142,11 +141,13 @@ def find_traces(exp: Experiment, plan: Plan, *, variants: bool) -> Traces:
                 write_json(places[key], answer)
     traces: dict[TraceKey, StepTrace] = {}
     for key, answer in answers.items():
+        if refused := answer.get("refused"):
+            raise ConfigError(refused)
         try:
             traces[key] = StepTrace.from_dict(answer["trace"])
         except (KeyError, TypeError, ValueError):
             problem = problem or str(answer.get("problem", "the answer in the cache is damaged"))
-    return Traces(traces, problem)
+    return Traces.of(traces, problem)
 
 
 def keep_traces(composed: Composed) -> None:

@@ -18,13 +18,12 @@ from llmx.compose.complete import Composed
 from llmx.compose.task_rules import model_sources
 from llmx.config import Experiment
 from llmx.config.build import shown
-from llmx.config.model_rules import added_tokens
+from llmx.config.model_rules import added_tokens, whole_number
 from llmx.config.tasks import shipped_tasks
 from llmx.config.user_code import code_roots, user_code
 from llmx.errors import ConfigError, DataError
 from llmx.lifecycle.knowledge import tokenizer_rows
 from llmx.offline import PROBE_TIMEOUT_S, why_no_answer
-from llmx.plan.geometry import model_geometry
 from llmx.run import snapshot
 from llmx.run.provenance.content import hub_commit
 from llmx.run.scratch import ask
@@ -91,16 +90,16 @@ def _vocabulary_problem(exp: Experiment) -> str:
     """A message where a pretrained model has no row for ids of a tokenizer on this machine, added
     tokens apart; the ranks would say the same of others (``llmx.models.factory``)."""
     model = exp.model
-    shape = model_geometry(model)
-    if model.init != "pretrained" or added_tokens(model) or shape is None:
+    vocab_size = whole_number(model.network, "vocab_size")
+    if model.init != "pretrained" or added_tokens(model) or vocab_size is None:
         return ""
     name = model.tokenizer or model.path or ""
     rows = tokenizer_rows(name, with_added=False)
-    if rows is None or rows <= shape.vocab_size:
+    if rows is None or rows <= vocab_size:
         return ""
     return (
         f"model.tokenizer={shown(name)} has ids up to {rows - 1}, and model.path="
-        f"{shown(model.path)} an embedding of {shape.vocab_size} rows. Set model.tokenizer to the "
+        f"{shown(model.path)} an embedding of {vocab_size} rows. Set model.tokenizer to the "
         "model's own tokenizer; model.add_tokens adds tokens to it."
     )
 

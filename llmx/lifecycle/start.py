@@ -146,7 +146,6 @@ def _checked(composed: Composed, *, is_trial: bool, stream: TextIO) -> Composed:
     check_paths(composed.experiment, composed.plan)
     if not composed.experiment.dry_run:
         if not is_trial:
-            _say_from_scratch(composed, stream)
             for note in training_notes(composed.experiment):
                 print(note, file=stream, flush=True)
         check_packages(composed.experiment.tracking)
@@ -154,6 +153,8 @@ def _checked(composed: Composed, *, is_trial: bool, stream: TextIO) -> Composed:
     # A trial of a sweep is one of many, and read by nobody.
     variants = composed.experiment.dry_run and not is_trial
     composed = informed(composed, variants=variants, choose=True, is_trial=is_trial)
+    if not composed.experiment.dry_run and not is_trial:
+        _say_from_scratch(composed, stream)
     chosen = composed.plan.chosen
     if chosen is not None and not composed.experiment.dry_run:
         print(f"auto: {' '.join(chosen.words)}: {chosen.problem or chosen.reason}", file=stream)

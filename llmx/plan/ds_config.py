@@ -11,9 +11,9 @@ from typing import Any
 
 from llmx.config.accelerators import ACCELERATORS
 from llmx.config.build import shown
+from llmx.config.model_rules import whole_number
 from llmx.config.schema import ModelConfig, OptimConfig, ZeroConfig
 from llmx.errors import ConfigError, did_you_mean
-from llmx.plan.geometry import model_geometry
 from llmx.plan.types import Plan
 
 
@@ -23,10 +23,8 @@ def bucket_sizes(model: ModelConfig, zero: ZeroConfig, accelerator: str) -> dict
     DeepSpeed's default of 5e8 costs about 9 GB with ``overlap_comm``; the square of the
     width is one large matrix, which is what keeps the network busy.
     """
-    geometry = model_geometry(model)
-    square = geometry.hidden_size**2 if geometry else 4096**2
-    reduce = min(max(square, 2_000_000), 200_000_000)
-    hidden = geometry.hidden_size if geometry else 4096
+    hidden = whole_number(model.network, "hidden_size", "n_embd", "d_model") or 4096
+    reduce = min(max(hidden**2, 2_000_000), 200_000_000)
     gpu = ACCELERATORS[accelerator].is_gpu
     overlap = gpu if zero.overlap_comm is None else zero.overlap_comm
     return {

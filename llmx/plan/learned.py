@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmx.config.schema import Experiment
-from llmx.plan.adapter import adapter_size
-from llmx.plan.geometry import Geometry, model_geometry
 from llmx.plan.step_time import LearnedSpeeds, computing_parts, flops_by_device, step_time
 from llmx.plan.types import Plan
 from llmx.text import plural
@@ -96,10 +94,9 @@ class Observation:
 def observe(exp: Experiment, plan: Plan, measured: Measured) -> list[Observation]:
     """Take a finished run apart: one observation for each type of device; none where the size of
     its model is not known, or where it cannot be told which of unequal devices took how long."""
-    shape = model_geometry(exp.model)
-    if shape is None or not measured.step_s > 0 or not measured.tokens > 0:
+    if plan.network is None or not measured.step_s > 0 or not measured.tokens > 0:
         return []
-    shares = _shares(exp, plan, shape, measured.forward_s)
+    shares = _shares(exp, plan, measured.forward_s)
     if not shares:
         return []
     fill = min(1.0, measured.tokens / plan.batch.tokens_per_step)
@@ -109,7 +106,7 @@ def observe(exp: Experiment, plan: Plan, measured: Measured) -> list[Observation
     for _ in range(ROUNDS):
         learned = LearnedSpeeds(
             tflops={name: work[name] / 1e12 / (computing * part) for name, part in shares.items()},
-            with_unpacking=frozenset(shares) if _quantized(exp) else frozenset(),
+            with_unpacking=frozenset(shares) if (exp.adapter.quantize != "none") else frozenset(),
             at_stage_3=frozenset(shares) if exp.zero.stage == 3 else frozenset(),
         )
         predicted = step_time(exp, plan, learned=learned)
@@ -129,7 +126,7 @@ def observe(exp: Experiment, plan: Plan, measured: Measured) -> list[Observation
             data=exp.data.name,
             fill=fill,
             stage=exp.zero.stage,
-            quantized=_quantized(exp),
+            quantized=(exp.adapter.quantize != "none"),
             context_gib=_least_context(plan, measured, name),
         )
         for name in plan.devices
@@ -199,7 +196,7 @@ def _distance(run: Observation, exp: Experiment, plan: Plan) -> tuple[float, ...
         float(run.slots != plan.slots_on(run.device)),
         # What stage 3 adds to each module counts as computing: it cannot be told apart.
         float((run.stage == 3) != (exp.zero.stage == 3)),
-        float(run.quantized != _quantized(exp)),
+        float(run.quantized != (exp.adapter.quantize != "none")),
         float(run.task != exp.task.kind),
         float(run.model != exp.model.kind),
         float(run.attention != plan.attention_on(run.device)),
@@ -208,20 +205,13 @@ def _distance(run: Observation, exp: Experiment, plan: Plan) -> tuple[float, ...
     )
 
 
-def _quantized(exp: Experiment) -> bool:
-    adapter = adapter_size(exp.model, exp.adapter)
-    return adapter is not None and adapter.quantized > 0
-
-
-def _shares(
-    exp: Experiment, plan: Plan, shape: Geometry, forward_s: Sequence[float]
-) -> dict[str, float]:
+def _shares(exp: Experiment, plan: Plan, forward_s: Sequence[float]) -> dict[str, float]:
     """The computing time of each type of device, as a part of that of the slowest rank; empty where
     it cannot be told."""
     if len(forward_s) != plan.world_size or min(forward_s) <= 0:
         return dict.fromkeys(plan.devices, 1.0) if len(plan.devices) == 1 else {}
     # Of all that is computed, a rank that computes again passes forward a smaller part.
-    flops = flops_by_device(exp, plan, shape)
+    flops = flops_by_device(exp, plan)
     seconds: dict[str, float] = {}
     for rank, forward in zip(plan.ranks, forward_s, strict=True):
         rank_s = forward * flops[rank.device].run / flops[rank.device].forward

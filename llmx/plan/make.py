@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from llmx.config.accelerators import ACCELERATORS
@@ -25,12 +25,10 @@ from llmx.config.schema import (
     ZeroConfig,
 )
 from llmx.errors import ConfigError
-from llmx.plan.adapter import adapter_size, trained_parameters
 from llmx.plan.balance import FS, balanced_batch
 from llmx.plan.batch import solve_batch, wanted_global_batch
-from llmx.plan.by_device import RECOMPUTED, checkpointing_by_device, checkpointing_on, on_device
+from llmx.plan.by_device import RECOMPUTED, checkpointing_by_device, checkpointing_on
 from llmx.plan.ds_config import bucket_sizes
-from llmx.plan.geometry import Geometry, model_geometry
 from llmx.plan.knowledge import NO_KNOWLEDGE, Knowledge
 from llmx.plan.memory import before_training_gib, memory_of, samples_of
 from llmx.plan.rollout_time import ROWS, server_problem
@@ -39,10 +37,8 @@ from llmx.plan.step_time import (
     flops_by_device,
     micro_step_exchange_s,
     step_time,
-    token_flops,
-    traced_flops,
 )
-from llmx.plan.storage import ModelSize, plan_storage
+from llmx.plan.storage import plan_storage
 from llmx.plan.trace import StepTrace, Traces
 from llmx.plan.types import (
     USABLE,
@@ -51,11 +47,9 @@ from llmx.plan.types import (
     DrawnSamples,
     HostPlan,
     MemoryPlan,
-    NetworkBeside,
     Plan,
     RankPlan,
     RankSpeed,
-    TimePlan,
 )
 
 ROOMY = 0.9
@@ -66,7 +60,7 @@ USED_FLOPS = 0.4e12
 
 def make_plan(exp: Experiment, knowledge: Knowledge = NO_KNOWLEDGE) -> Plan:
     """Plan a validated experiment whose hardware is resolved (``kind: static``)."""
-    hardware, beside = exp.hardware, knowledge.beside
+    hardware, networks = exp.hardware, knowledge.traces.networks
     local_names = knowledge.local_names
     hosts = tuple(_host(host, local_names) for host in hardware.hosts)
     hosts_by_device: dict[str, list[str]] = {}
@@ -79,8 +73,9 @@ def make_plan(exp: Experiment, knowledge: Knowledge = NO_KNOWLEDGE) -> Plan:
             computing_hosts.setdefault(host.device, []).append(host.name)
     precision, reason = choose_precision(exp.precision, computing_hosts, hardware.devices)
     placed = [index for index, host in enumerate(hosts) for _ in range(host.slots)]
-    shape = model_geometry(exp.model)
-    num_parameters, num_trained = _sizes(exp, shape, beside, knowledge.traces)
+    trained_networks = [network for network in networks.values() if network.num_trained]
+    num_parameters = sum(network.num_parameters for network in trained_networks)
+    num_trained = sum(network.num_trained for network in trained_networks)
     peaks = [hardware.devices[hosts[at].device].peak_tflops.get(precision, 0.0) for at in placed]
     checkpointing = checkpointing_by_device(exp)
     plan = Plan(
@@ -96,10 +91,14 @@ def make_plan(exp: Experiment, knowledge: Knowledge = NO_KNOWLEDGE) -> Plan:
         peak_tflops=sum(peaks) if all(peaks) else 0.0,
         memory=(),
         total_steps=exp.task.steps,
-        num_trained=num_trained,
-        beside=beside,
+        network=trained_networks[0] if trained_networks else None,
+        num_trained=None if num_trained == num_parameters else num_trained,
+        beside=tuple(
+            replace(described, network=networks.get(described.name))
+            for described in knowledge.beside
+        ),
         attention=tuple(
-            (name, attention_for(exp.model, exp.data, hardware.devices[name], precision, shape))
+            (name, attention_for(exp.model, exp.data, hardware.devices[name], precision))
             for name in hosts_by_device
         ),
         checkpointing=tuple(checkpointing.items()) if len(set(checkpointing.values())) > 1 else (),
@@ -118,7 +117,7 @@ def make_plan(exp: Experiment, knowledge: Knowledge = NO_KNOWLEDGE) -> Plan:
         )
         return all(part.fits for part in _memory(exp, trial, knowledge))
 
-    batch, balance = _batch(exp, plan, shape, fits=fits, learned=knowledge.learned(exp, plan))
+    batch, balance = _batch(exp, plan, fits=fits, learned=knowledge.learned(exp, plan))
     ranks = tuple(replace(rank, micro_batch=batch.micro_batches[rank.rank]) for rank in plan.ranks)
     sums = choose_grad_accum(exp.zero, precision, accumulation=batch.accumulation)
     plan = replace(plan, batch=batch, balance=balance, ranks=ranks, grad_accum_dtype=sums)
@@ -126,13 +125,10 @@ def make_plan(exp: Experiment, knowledge: Knowledge = NO_KNOWLEDGE) -> Plan:
         plan = replace(plan, drawn=_with_rows(exp, plan, knowledge.drawn, knowledge))
     plan = replace(plan, memory=_memory(exp, plan, knowledge))
     plan = replace(plan, notes=tuple(_notes(exp, plan)))
-    largest = max(plan.ranks, key=lambda rank: rank.micro_batch)
-    trace = _trace_on(exp, plan, knowledge.traces, largest.device)
-    size = None if trace is None else ModelSize(trace.num_parameters, trace.num_trained)
     return replace(
         plan,
-        time=_time(exp, plan, knowledge, trace, largest),
-        storage=plan_storage(exp, plan, size=size),
+        time=step_time(exp, plan, learned=knowledge.learned(exp, plan)),
+        storage=plan_storage(exp, plan),
     )
 
 
@@ -154,44 +150,12 @@ def _memory(exp: Experiment, plan: Plan, knowledge: Knowledge) -> tuple[MemoryPl
     return tuple(memory)
 
 
-def _time(
-    exp: Experiment, plan: Plan, knowledge: Knowledge, trace: StepTrace | None, largest: RankPlan
-) -> TimePlan:
-    """The predicted time of a step: by what finished runs have shown, and by the FLOPs of a trace
-    where no geometry is known."""
-    flops = None
-    if model_geometry(exp.model) is None and trace is not None and trace.flops:
-        tokens = largest.micro_batch * plan.batch.seq_len
-        flops = traced_flops(trace, on_device(exp, largest.device).model, tokens=tokens)
-        return step_time(exp, plan, flops=flops)
-    return step_time(exp, plan, learned=knowledge.learned(exp, plan))
-
-
-def _sizes(
-    exp: Experiment, shape: Geometry | None, beside: Iterable[NetworkBeside], traces: Traces
-) -> tuple[int, int | None]:
-    """``Plan.num_parameters`` and ``Plan.num_trained``."""
-    if traces.found:
-        trace = next(iter(traces.found.values()))
-        num_parameters, trained = trace.num_parameters, trace.num_trained
-    elif shape is None:
-        return 0, None
-    else:
-        adapter = adapter_size(exp.model, exp.adapter)
-        num_parameters = shape.num_parameters + (adapter.added if adapter else 0)
-        of_main = trained_parameters(exp.model, exp.adapter) or num_parameters
-        sizes = [(num_parameters, of_main)]
-        sizes += [(network.num_parameters, n) for network in beside if (n := network.num_trained)]
-        num_parameters, trained = (sum(of_networks) for of_networks in zip(*sizes, strict=True))
-    return num_parameters, None if trained == num_parameters else trained
+NOT_CAUSAL = {"bert": "sdpa", "megatron-bert": "eager"}
+"""Architectures that see their whole row -> the attention that they have for it."""
 
 
 def attention_for(
-    model: ModelConfig,
-    data: DataConfig,
-    device: DeviceConfig,
-    precision: str,
-    shape: Geometry | None = None,
+    model: ModelConfig, data: DataConfig, device: DeviceConfig, precision: str
 ) -> str:
     """The attention for packed rows on this type of device; the ranks try it at the start.
 
@@ -201,8 +165,8 @@ def attention_for(
     """
     if model.attention != "auto":
         return model.attention
-    if shape is not None and not shape.causal:
-        return "eager" if shape.keeps_scores else "sdpa"
+    if model.architecture in NOT_CAUSAL:
+        return NOT_CAUSAL[model.architecture]
     if not ACCELERATORS[device.accelerator].is_gpu:
         return "sdpa"
     if data.layout == "padded":
@@ -345,7 +309,6 @@ def _of_balance(exp: Experiment, plan: Plan) -> Iterator[str]:
 def _batch(
     exp: Experiment,
     plan: Plan,
-    shape: Geometry | None,
     *,
     fits: Callable[[str, int], bool],
     learned: LearnedSpeeds,
@@ -370,12 +333,13 @@ def _batch(
             for weight, host in zip(weights, placed, strict=True)
         ]
     scale = max(weights) * FS / 1e6
-    if shape is not None and all(peaks) and method not in ("weights", "even"):
-        scale = token_flops(exp, plan, shape).model * FS / USED_FLOPS
+    flops = flops_by_device(exp, plan)
+    if flops and all(peaks) and method not in ("weights", "even"):
+        scale = flops[plan.devices[0]].model * FS / USED_FLOPS
     speeds = tuple(RankSpeed(0, max(1, round(scale / weight))) for weight in weights)
     source = ""
-    if shape is not None and method == "measured" and set(plan.devices) <= set(learned.tflops):
-        source, flops = learned.source, flops_by_device(exp, plan, shape)
+    if flops and method == "measured" and set(plan.devices) <= set(learned.tflops):
+        source = learned.source
         speeds = tuple(
             RankSpeed(0, round(flops[name].run * FS / 1e12 / learned.tflops[name]))
             for name in (host.device for host in placed)
@@ -426,25 +390,25 @@ def _limit(micro_batch: int, fits: Callable[[int], bool]) -> int:
 
 def _of_beside(exp: Experiment, plan: Plan) -> Iterator[str]:
     """Notes about networks of unknown size, and those that are too large before training."""
-    for network in plan.beside:
-        if network.before_training and plan.memory and not network.num_parameters:
+    for described in plan.beside:
+        if not described.before_training:
+            continue
+        name, network = f"the model {described.name!r} of task={exp.task.kind}", described.network
+        if network is None and plan.memory:
             yield (
-                f"The memory of the model {network.name!r} of task={exp.task.kind} is not counted: "
-                "the size of its architecture is not known on this machine. Give a local directory "
-                "of it, or leave room."
+                f"The memory of {name} is not counted: it could not be built on this machine. Give "
+                "a local directory of it, or leave room."
             )
-        needed = before_training_gib(network, exp, plan.precision, plan.world_size)
+        if network is None:
+            continue
+        precision = described.precision or plan.precision
+        needed = before_training_gib(network, exp, precision=precision, world_size=plan.world_size)
         for part in plan.memory:
-            if (
-                network.before_training
-                and part.capacity_gib
-                and needed > USABLE * part.capacity_gib
-            ):
+            if part.capacity_gib and needed > USABLE * part.capacity_gib:
                 shard = " zero=stage3 shards it over the ranks." if exp.zero.stage < 3 else ""
                 yield (
-                    f"{part.device}: the model {network.name!r} of task={exp.task.kind} takes "
-                    f"{needed:.1f} GiB before training, {part.capacity_gib:.0f} GiB available."
-                    f"{shard}"
+                    f"{part.device}: {name} takes {needed:.1f} GiB before training, "
+                    f"{part.capacity_gib:.0f} GiB available.{shard}"
                 )
 
 

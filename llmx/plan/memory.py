@@ -10,14 +10,13 @@ from dataclasses import replace
 
 from llmx.config.accelerators import ACCELERATORS
 from llmx.config.optimizers import optimizer_of, state_bytes
-from llmx.config.schema import AdapterConfig, Experiment, ModelConfig
-from llmx.plan.adapter import adapter_size, trained_parameters
+from llmx.config.schema import Experiment, ModelConfig
 from llmx.plan.ds_config import bucket_sizes
-from llmx.plan.geometry import Geometry, model_geometry
+from llmx.plan.network import Network
 from llmx.plan.rollout_time import Samples
 from llmx.plan.step_memory import StepRules, peak_of
 from llmx.plan.trace import StepTrace
-from llmx.plan.types import MemoryPlan, NetworkBeside, Plan
+from llmx.plan.types import MemoryPlan, Plan
 
 GIB = 1024.0**3
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -34,11 +33,10 @@ def fused_loss(model: ModelConfig, accelerator: str) -> bool:
 
 def samples_of(exp: Experiment, plan: Plan) -> Samples | None:
     """What a step of the plan draws; None where it draws nothing, or its network is not known."""
-    shape = model_geometry(exp.model)
-    if plan.drawn is None or shape is None:
+    if plan.drawn is None or plan.network is None:
         return None
     width, prompts = BYTES[plan.precision], plan.batch.global_batch
-    return Samples(shape, width, prompts, plan.drawn, exp.data.seq_len)
+    return Samples(plan.network, width, prompts, plan.drawn, exp.data.seq_len)
 
 
 def with_drawing(
@@ -51,101 +49,27 @@ def with_drawing(
         return memory
     size = resting + samples.drawing_bytes(-(-samples.num_completions // world))
     if sharded and world > 1:
-        weights = samples.width * samples.shape.num_parameters
+        weights = samples.width * samples.network.num_parameters
         free = (memory.capacity_gib - memory.context_gib) * GIB - resting
         size += weights if not memory.capacity_gib or 2 * weights <= free else 0
     training_gib = memory.total_gib - memory.context_gib
     return replace(memory, drawing_gib=max(0.0, size / GIB - training_gib))
 
 
-def with_size(network: NetworkBeside, shape: Geometry | None) -> NetworkBeside:
-    """A frozen network with the size of a geometry; None: not known."""
-    if shape is None:
-        return network
-    embedding = shape.vocab_size * shape.hidden_size
-    layer = (shape.num_parameters - 2 * embedding) // max(1, shape.num_layers)
-    return replace(
-        network,
-        num_parameters=shape.num_parameters,
-        largest=max(layer, embedding),
-        vocab_size=shape.vocab_size,
-    )
-
-
-def with_trained_size(
-    network: NetworkBeside, model: ModelConfig, adapter: AdapterConfig
-) -> NetworkBeside:
-    """A trained network with the size of ``model`` with a score in the place of its output head;
-    unchanged where it is not known."""
-    shape, of_adapter = model_geometry(model), adapter_size(model, adapter)
-    if shape is None:
-        return network
-    embedding = shape.vocab_size * shape.hidden_size
-    is_tied = shape.num_looked_up < embedding  # the embedding is the head, too, and stays
-    shape = replace(
-        shape,
-        num_parameters=shape.num_parameters - (0 if is_tied else embedding) + shape.hidden_size,
-        num_looked_up=shape.num_looked_up + (embedding if is_tied else 0),
-    )
-    sized = replace(with_size(network, shape), shape=shape, vocab_size=0)
-    if of_adapter is None:
-        frozen = shape.num_parameters - (trained_parameters(model, adapter) or shape.num_parameters)
-        return replace(sized, num_trained=shape.num_parameters - max(0, frozen))
-    return replace(
-        sized,
-        num_parameters=shape.num_parameters + of_adapter.added,
-        num_trained=of_adapter.trained + shape.hidden_size,
-        num_packed=of_adapter.quantized,
-    )
-
-
-def packed_bytes(weights: int, *, double: bool) -> float:
-    """Bytes of weights in 4 bits, with a scale for each 64 of them, fp32; or in 8 bits, and one for
-    each 256 of these."""
-    return weights * (0.5 + ((1 + 4 / 256) if double else 4) / 64)
-
-
-def beside_width(network: NetworkBeside, width: int) -> int:
-    """Bytes of an element. ``width``: bytes of an element of the run."""
-    return BYTES[network.precision] if network.precision else width
-
-
-def beside_bytes(network: NetworkBeside, exp: Experiment, width: int, world_size: int) -> float:
-    """Bytes of its weights on one rank: ZeRO-3 shards them, at other stages each rank has all, as
-    it has those in 4 bits."""
-    shards = world_size if exp.zero.stage >= 3 else 1
-    num_unpacked = network.num_parameters - network.num_packed
-    packed = packed_bytes(network.num_packed, double=exp.adapter.double_quant)
-    return beside_width(network, width) * num_unpacked / shards + packed
-
-
-def gathered_bytes(network: NetworkBeside, width: int) -> float:
-    """Bytes that ZeRO-3 gathers while it runs: the layer that computes and the next one."""
-    elements = min(2 * network.largest, network.num_parameters)
-    return float(beside_width(network, width) * elements)
-
-
 def before_training_gib(
-    network: NetworkBeside, exp: Experiment, precision: str, world_size: int
+    network: Network, exp: Experiment, *, precision: str, world_size: int
 ) -> float:
-    """GiB that a rank needs for a network that computes stored columns, before training."""
-    width = BYTES[precision]
-    size_bytes = beside_bytes(network, exp, width, world_size)
+    """GiB that a rank needs for a network that computes stored columns, before training. ZeRO-3
+    shards its weights, and gathers the layer that computes and the next one."""
+    elements = float(network.num_parameters)
     if exp.zero.stage >= 3:
-        size_bytes += gathered_bytes(network, width)
-    return size_bytes / GIB + 1.0
+        elements = elements / world_size + min(2 * network.largest, network.num_parameters)
+    return BYTES[precision] * elements / GIB + 1.0
 
 
 def optimizer_bytes(kind: str, precision: str) -> int:
     """Bytes of the states and the master weight of a trained element."""
     return state_bytes(kind) + (0 if precision == "fp32" else 4)
-
-
-def adamw_elements(geometry: Geometry, trained: int) -> int:
-    """Elements that are AdamW's beside Muon: what is outside the layers."""
-    outside = geometry.vocab_size * geometry.hidden_size
-    outside = max(outside, geometry.num_looked_up + outside * (geometry.num_looked_up > 0))
-    return min(outside, trained)
 
 
 def _save_bytes(exp: Experiment, plan: Plan, num_trained: int) -> float:

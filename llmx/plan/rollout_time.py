@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmx.plan.geometry import Geometry
+from llmx.plan.network import Network
 from llmx.plan.types import USABLE, DrawnSamples
 
 ROWS = DrawnSamples.rows
@@ -41,7 +41,7 @@ class SamplerSpeed:
 class Samples:
     """The samples of a step, and the network that draws them."""
 
-    shape: Geometry
+    network: Network
     width: int
     """Bytes of a weight, and of an element of the key-value cache."""
     num_prompts: int
@@ -60,17 +60,17 @@ class Samples:
     @property
     def num_weights(self) -> int:
         """Parameters that a decoding step multiplies with."""
-        return self.shape.num_parameters - self.shape.num_looked_up
+        return self.network.num_parameters - self.network.num_looked_up
 
     @property
     def cache_bytes_per_token(self) -> int:
         """Bytes of keys and values of all layers."""
-        return 2 * self.shape.num_layers * self.shape.kv_size * self.width
+        return 2 * self.network.num_layers * self.network.kv_size * self.width
 
     def forward_flops(self, context: float) -> float:
-        """FLOPs of one token: 2 N, and 4 x width for each token before it and layer."""
-        width = self.shape.query_size or self.shape.hidden_size
-        return 2.0 * self.num_weights + 4.0 * self.shape.num_layers * width * context
+        """FLOPs of one token behind ``context`` others; in a full row these are half of it."""
+        attention = self.network.attention_flops
+        return self.network.forward_flops - attention + attention * context / (self.seq_len / 2)
 
     def decoding_step_s(self, rows: float, speed: SamplerSpeed) -> float:
         """Seconds of one token for each of ``rows`` completions, in the middle of them."""
@@ -79,7 +79,7 @@ class Samples:
         return max(
             num_bytes / speed.bytes_per_s,
             rows * self.forward_flops(context) / speed.flops_per_s,
-            self.shape.num_layers * speed.layer_s,
+            self.network.num_layers * speed.layer_s,
         )
 
     def drawing_s(self, completions: int, speed: SamplerSpeed) -> float:
@@ -114,20 +114,20 @@ class Samples:
 
     def drawing_bytes(self, completions: int) -> float:
         """The most bytes beside the weights while one device draws so many completions."""
-        shape, rows = self.shape, min(self.drawn.rows, completions)
+        network, rows = self.network, min(self.drawn.rows, completions)
         column = rows * self.cache_bytes_per_token
-        at_a_time = 2 * shape.num_layers  # keys or values of one layer are copied at a time
+        at_a_time = 2 * network.num_layers  # keys or values of one layer are copied at a time
         first = column * (self.prompt_tokens + ROOM)
         grown = column * ROOM * max(0, -(-(self.drawn.new_tokens - 1) // ROOM) - 1)
         # A prompt goes through the model once for all completions of its group.
-        layer = self.width * (3 * shape.intermediate_size + 4 * shape.hidden_size)
+        layer = self.width * (3 * network.intermediate_size + 4 * network.hidden_size)
         of_prompts, of_next = (
             -(-count // self.drawn.group_size) * self.prompt_tokens
             for count in (rows, min(rows, completions - rows))
         )
         beside = max(
             grown and (first + grown - column * ROOM) / at_a_time,
-            SAMPLING_BYTES * rows * shape.vocab_size,
+            SAMPLING_BYTES * rows * network.vocab_size,
             of_next * (self.cache_bytes_per_token + layer),
         )
         prompts = of_prompts * self.cache_bytes_per_token
@@ -136,7 +136,7 @@ class Samples:
 
     def server_gib(self, *, context_gib: float) -> float:
         """Memory of a rollout server: weights, and what drawing a step's completions takes."""
-        weights = self.shape.num_parameters * self.width
+        weights = self.network.num_parameters * self.width
         return (weights + self.drawing_bytes(self.num_completions)) / 2**30 + context_gib
 
 

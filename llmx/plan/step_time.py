@@ -32,15 +32,13 @@ from itertools import zip_longest
 
 from llmx import text as human
 from llmx.config.accelerators import ACCELERATORS
-from llmx.config.schema import DeviceConfig, Experiment, ModelConfig
-from llmx.plan.adapter import adapter_size, trained_parameters
+from llmx.config.schema import DeviceConfig, Experiment
 from llmx.plan.balance import NOT_HIDDEN, even_batch
 from llmx.plan.by_device import checkpointing_on, on_device
 from llmx.plan.ds_config import bucket_sizes
-from llmx.plan.geometry import Geometry, model_geometry
 from llmx.plan.memory import BYTES, optimizer_bytes, samples_of
+from llmx.plan.network import Network
 from llmx.plan.rollout_time import SamplerSpeed, Samples
-from llmx.plan.trace import StepTrace
 from llmx.plan.types import BatchPlan, DrawnSamples, Exchange, Plan, RolloutTime, TimePlan
 
 REACHED = {7.0: (0.4, 0.2), 7.5: (0.4, 0.2), 8.0: (0.75, 0.35), 9.0: (0.62, 0.17)}
@@ -48,8 +46,7 @@ REACHED = {7.0: (0.4, 0.2), 7.5: (0.4, 0.2), 8.0: (0.75, 0.35), 9.0: (0.62, 0.17
 capability. Of 8.0 and 9.0 they are fitted to llm-foundry's tables (benchmarks/plan_published.py),
 of the others guessed."""
 REACHED_ELSEWHERE = (0.6, 0.25)
-MOVED = {"llama": 70.0, "liger": 30.0, "lora": 50.0}
-MOVED_ELSEWHERE = 21.0
+MOVED = {"rms_norm": 70.0, "liger": 30.0, "other": 21.0, "lora": 50.0}
 """How often a forward pass moves the hidden states of a layer through memory beside products:
 norms, rotary embedding, activation, residuals, each an operation of its own; a LoRA adapter's sums
 come on top. Counted by hand from the operations of transformers and peft. A backward pass moves
@@ -59,8 +56,6 @@ LOGIT_BYTES = 40.0
 UNPACKED_REACHED = 0.27
 """The part of the memory's GB/s that is reached while 4-bit weights are unpacked: half a byte is
 read and two are written (fitted to Qwen-7B in rows of 1,024 tokens, QLoRA against LoRA)."""
-TRACED_REACHED = 0.7
-"""The part of ``REACHED`` that counts where only the FLOPs of a step are known."""
 MEMORY_REACHED = 0.7
 LINK_REACHED = 0.75
 """Parts of a data sheet's GB/s that are reached."""
@@ -74,9 +69,12 @@ against stage 1, one core of an AMD EPYC). A GPU has it done while it computes, 
 longer."""
 SELECTIVE = 0.1
 """The part of a forward pass that selective checkpointing computes again: it moves memory only."""
-NOMINAL_PARAMETERS = 1e9
+NOMINAL = Network(
+    10**9, 10**9, *(0,) * 7, forward_flops=2e9, backward_flops=4e9, attention_flops=0.0,
+    head_flops=0.0, rms_norm=False,
+)  # fmt: skip
 NOMINAL_LAYER_S = 1e-4
-"""Numbers for an order of candidates alone, where nothing is known."""
+"""A network, and a layer's own time, for an order of candidates alone, where nothing is known."""
 NETWORK_GBIT_PER_S = 10.0
 """The speed of the network where the config does not say."""
 HOST_MEMORY_GB_PER_S = 100.0
@@ -112,20 +110,17 @@ def step_time(
     plan: Plan,
     *,
     learned: LearnedSpeeds = NOTHING,
-    flops: TokenFlops | None = None,
     nominal: bool = False,
 ) -> TimePlan:
     """The predicted time of an optimizer step, and what follows from it; ``step_s`` is 0, and
-    ``unknown`` says why, where it cannot be told.
-
-    Args:
-        flops: of a token, where it is not to be computed from the geometry of the model.
-        nominal: with nominal numbers for what is not known.
-    """
+    ``unknown`` says why, where it cannot be told. ``nominal``: with nominal numbers for what is not
+    known."""
+    if nominal and plan.network is None:
+        plan = replace(plan, network=NOMINAL, num_parameters=NOMINAL.num_parameters)
     samples = samples_of(exp, plan)
     if plan.drawn is not None:
         plan = replace(plan, batch=_generated_batch(plan.batch, plan.drawn))
-    return _Prediction(exp, plan, learned, flops, nominal=nominal).predict(samples)
+    return _Prediction(exp, plan, learned, nominal=nominal).predict(samples)
 
 
 def _generated_batch(batch: BatchPlan, drawn: DrawnSamples) -> BatchPlan:
@@ -174,71 +169,50 @@ class TokenFlops:
         return self.model + self.again
 
 
-def token_flops(exp: Experiment, plan: Plan, shape: Geometry) -> TokenFlops:
-    """The FLOPs of a token in the model as it is trained, and in the networks beside it."""
-    trained = trained_parameters(exp.model, exp.adapter)
-    networks = [_flops_of(exp, plan, shape, trained, outputs=shape.vocab_size)]
-    for network in plan.beside:
-        if network.shape is not None:
-            is_whole = network.num_trained == network.num_parameters
-            trained = None if is_whole else network.num_trained
-            networks.append(_flops_of(exp, plan, network.shape, trained, outputs=1))
-        elif not network.before_training:
-            networks.append(TokenFlops(2.0 * network.num_parameters, 0.0, 0.0))
-    return TokenFlops(*map(sum, zip(*map(astuple, networks), strict=True)))
+def flops_by_device(exp: Experiment, plan: Plan) -> dict[str, TokenFlops]:
+    """The FLOPs of a token by type of device, in the model as it is trained and in the networks
+    beside it; empty where the model is not known."""
+    if plan.network is None:
+        return {}
+    networks = [plan.network]
+    networks += [b.network for b in plan.beside if b.network and not b.before_training]
+    flops = {}
+    for name in plan.devices:
+        parts = [astuple(_flops_of(on_device(exp, name), plan, network)) for network in networks]
+        flops[name] = TokenFlops(*map(sum, zip(*parts, strict=True)))
+    return flops
 
 
-def _flops_of(
-    exp: Experiment, plan: Plan, shape: Geometry, trained: int | None, *, outputs: int
-) -> TokenFlops:
-    """The FLOPs of a token in one network that is trained. ``outputs``: of its head."""
-    seq_len = plan.batch.seq_len
-    flops_per_token = shape.flops_per_token(seq_len, trained=trained)
-    # A forward pass is a third of training all weights.
-    forward = shape.flops_per_token(seq_len) / 3
-    head = 2.0 * outputs * shape.hidden_size  # is not checkpointed
+def _flops_of(exp: Experiment, plan: Plan, network: Network) -> TokenFlops:
+    """The FLOPs of a token in one network."""
+    forward, attention = network.forward_flops, network.attention_flops
+    if not network.num_trained:
+        return TokenFlops(forward, 0.0, attention=attention)
     checkpointing = exp.model.activation_checkpointing
     again, passes = 0.0, 3
     if checkpointing == "full":
-        again, passes = max(0.0, forward - head), 4
+        again, passes = forward - network.head_flops, 4
     elif checkpointing == "selective":
         again = SELECTIVE * forward
-    block = "liger" if exp.model.liger_kernel and shape.block == "llama" else shape.block
-    times = MOVED.get(block, MOVED_ELSEWHERE)
+    times = MOVED["other"]
+    if network.rms_norm:
+        times = MOVED["liger" if exp.model.liger_kernel else "rms_norm"]
     times += MOVED["lora"] if exp.adapter.kind == "lora" else 0.0
-    moved = BYTES[plan.precision] * shape.hidden_size * shape.num_layers * times * passes
+    moved = BYTES[plan.precision] * network.hidden_size * network.num_layers * times * passes
+    logits = LOGIT_BYTES * network.vocab_size if network.head_flops else 0.0
     return TokenFlops(
-        forward,
-        flops_per_token - forward,
-        again,
-        attention=shape.attention_flops_per_token(seq_len) / 3 * passes,
-        moved=moved + LOGIT_BYTES * outputs,
+        forward, network.backward_flops, again, attention=attention * passes, moved=moved + logits
     )
-
-
-def traced_flops(trace: StepTrace, model: ModelConfig, *, tokens: int) -> TokenFlops:
-    """The FLOPs of a token by a trace of so many tokens: as they were run, masked parts of
-    attention included. Forward is assumed to be a half of backward."""
-    full = model.activation_checkpointing == "full"
-    forward = trace.flops / tokens / (4 if full else 3)
-    return TokenFlops(forward, 2 * forward, forward if full else 0.0)
 
 
 def computing_parts(exp: Experiment, plan: Plan) -> dict[str, float]:
     """FLOPs of a step of the busiest rank on each type of device, as they are run."""
-    shape = model_geometry(exp.model)
-    assert shape is not None
-    per_token = flops_by_device(exp, plan, shape)
+    per_token = flops_by_device(exp, plan)
     flops: dict[str, float] = {}
     for rank in plan.ranks:
         tokens = sum(plan.batch.sizes_of(rank.rank)) * plan.batch.seq_len
         flops[rank.device] = max(flops.get(rank.device, 0.0), per_token[rank.device].run * tokens)
     return flops
-
-
-def flops_by_device(exp: Experiment, plan: Plan, shape: Geometry) -> dict[str, TokenFlops]:
-    """The FLOPs of a token by type of device, as its ranks compute."""
-    return {name: token_flops(on_device(exp, name), plan, shape) for name in plan.devices}
 
 
 @dataclass(frozen=True)
@@ -260,34 +234,17 @@ class _Prediction:
         exp: Experiment,
         plan: Plan,
         learned: LearnedSpeeds,
-        flops: TokenFlops | None,
         *,
         nominal: bool = False,
     ) -> None:
         self.exp, self.plan, self.learned, self.nominal = exp, plan, learned, nominal
         self.devices = {rank.device: exp.hardware.devices[rank.device] for rank in plan.ranks}
-        self.shape = model_geometry(exp.model)
-        if nominal and flops is None and self.shape is None:
-            count = plan.num_parameters or NOMINAL_PARAMETERS
-            flops = TokenFlops(2 * count, 4 * count, again=2 * count)
-        self.given, self.by_device = flops, dict[str, TokenFlops]()
-        if flops is not None:
-            self.by_device = {name: self._as_on(name, flops) for name in self.devices}
-        elif self.shape is not None:
-            self.by_device = flops_by_device(exp, plan, self.shape)
+        self.by_device = flops_by_device(exp, plan)
         self.flops = next(iter(self.by_device.values()), None)
         """The FLOPs for what does not depend on what is computed again."""
         self.width = BYTES[plan.precision]
-        self.elements = plan.num_parameters or (int(NOMINAL_PARAMETERS) if nominal else 0)
-        self.trained = self.elements if plan.num_trained is None else plan.num_trained
+        self.elements, self.trained = plan.num_parameters, plan.trained
         self.sources: list[str] = []
-
-    def _as_on(self, name: str, flops: TokenFlops) -> TokenFlops:
-        """The FLOPs that a trace of one type of device has counted, on another."""
-        if not self.plan.checkpointing and not self.nominal:
-            return flops
-        full = checkpointing_on(self.exp, name) == "full"
-        return replace(flops, again=flops.forward if full else 0.0)
 
     def predict(self, samples: Samples | None) -> TimePlan:
         """The time of a step. ``samples``: what the step draws before it trains on them; None where
@@ -410,9 +367,8 @@ class _Prediction:
             size = self.width * self.elements * (world - 1) / world
             seconds += self._seconds(_Sent("all-gather for drawing", size))
         if servers:
-            adapted = trained_parameters(self.exp.model, self.exp.adapter)
-            assert self.shape is not None
-            policy = self.shape.num_parameters if adapted is None else adapted
+            assert self.plan.network is not None
+            policy = self.plan.network.num_trained
             sending_s = servers / (self._network() * LINK_REACHED)
             seconds += self.width * policy / GB * (sending_s + 1 / PUSHED_GB_PER_S)
         return seconds
@@ -438,8 +394,6 @@ class _Prediction:
         products, attention = REACHED.get(device.compute_capability, REACHED_ELSEWHERE)
         if not peak or not ACCELERATORS[device.accelerator].is_gpu:
             return peak * products
-        if not flops.moved:
-            return peak * products * TRACED_REACHED
         moving = flops.moved / self._memory_speed(device)
         seconds = (flops.run - flops.attention) / products + flops.attention / attention
         return flops.run / 1e12 / (seconds / (peak * 1e12) + moving)
@@ -452,12 +406,12 @@ class _Prediction:
     def _unpacking(self, name: str) -> float:
         """Seconds that a micro batch unpacks weights of 4 bits: in each pass all of them. The speed
         of a run that did so contains it."""
-        adapter = adapter_size(self.exp.model, self.exp.adapter)
-        if adapter is None or not adapter.quantized or name in self.learned.with_unpacking:
+        network = self.plan.network
+        if network is None or not network.num_packed or name in self.learned.with_unpacking:
             return 0.0
         passes = 3 if checkpointing_on(self.exp, name) == "full" else 2
         speed = self._memory_speed(self.devices[name]) / MEMORY_REACHED * UNPACKED_REACHED
-        return passes * adapter.quantized * (0.5 + 2.0) / speed
+        return passes * network.num_packed * (0.5 + 2.0) / speed
 
     def _limits(self, name: str, samples: int) -> dict[str, float]:
         """Seconds of the forward and backward pass of a micro batch by each of its limits, the
@@ -465,7 +419,7 @@ class _Prediction:
         device, flops = self.devices[name], self.by_device[name]
         work = flops.run * self.plan.batch.seq_len * samples / 1e12
         rate = self._tflops(name, device)
-        layers = self.shape.num_layers if self.shape else 0
+        layers = self.plan.network.num_layers if self.plan.network else 0
         layers_run = layers * flops.run / flops.model
         hooks = 0.0
         if self.exp.zero.stage == 3 and name not in self.learned.at_stage_3:
@@ -512,9 +466,7 @@ class _Prediction:
         if batch is None:
             return 0.0
         even = replace(plan, batch=batch, balance=None, drawn=None)
-        return step_time(
-            self.exp, even, learned=self.learned, flops=self.given, nominal=self.nominal
-        ).step_s
+        return step_time(self.exp, even, learned=self.learned, nominal=self.nominal).step_s
 
     def _mfu(self, per_token: float, step: float) -> list[tuple[str, float]]:
         fractions = []
@@ -735,6 +687,6 @@ def micro_step_exchange_s(exp: Experiment, plan: Plan) -> float:
     seconds = []
     for count in (1, 2):
         batch = replace(plan.batch, accumulation=count)
-        prediction = _Prediction(exp, replace(plan, batch=batch), NOTHING, None)
+        prediction = _Prediction(exp, replace(plan, batch=batch), NOTHING)
         seconds.append(sum(prediction._seconds(sent) for sent in prediction._sent()))
     return seconds[1] - seconds[0]

@@ -15,9 +15,8 @@ from pathlib import PurePath
 
 from llmx.config.accelerators import ACCELERATORS
 from llmx.config.optimizers import optimizer_of
-from llmx.config.schema import CheckpointConfig, Experiment, ModelConfig
-from llmx.plan.geometry import model_geometry
-from llmx.plan.memory import BYTES, GIB, adamw_elements, optimizer_bytes
+from llmx.config.schema import CheckpointConfig, Experiment
+from llmx.plan.memory import BYTES, GIB, optimizer_bytes
 from llmx.plan.types import HostStorage, Plan, StoragePlan
 
 MIB = 1024**2
@@ -45,26 +44,13 @@ PARAMETERS_IN_RAM = 10**9
 """``offload_param.max_in_cpu``: elements of a rank that stay in RAM beside their files."""
 
 
-@dataclass(frozen=True)
-class ModelSize:
-    """The size of the model in elements."""
-
-    whole: int
-    """All parameters, those of an adapter included."""
-    trained: int
-
-
-def plan_storage(exp: Experiment, plan: Plan, *, size: ModelSize | None = None) -> StoragePlan:
-    """The storage of every host; hosts that take the same stand together. ``size``: of a traced
-    model, which is exact."""
-    certain = 1.0 if size is not None else _certain(exp, plan.num_parameters)
-    if size is None and plan.num_parameters:
-        size = ModelSize(plan.num_parameters, plan.num_trained or plan.num_parameters)
-    checkpoint = None if size is None else checkpoint_bytes(exp, plan, size)
+def plan_storage(exp: Experiment, plan: Plan) -> StoragePlan:
+    """The storage of every host; hosts that take the same stand together."""
+    checkpoint = checkpoint_bytes(exp, plan) if plan.num_parameters else None
+    model = exported_bytes(exp, plan) if plan.num_parameters else None
     private = exp.launch.sync == "rsync" and len(plan.hosts) > 1
     pinned = PINNED if private else 0
     retained, at_once = checkpoint_counts(exp.checkpoint, plan.total_steps, pinned=pinned)
-    model = None if size is None else exported_bytes(exp, plan, size)
     rams = [host.memory_gib for host in exp.hardware.hosts]
     kinds: dict[_Kind, HostStorage] = {}
     alike: dict[HostStorage, list[str]] = {}
@@ -76,7 +62,7 @@ def plan_storage(exp: Experiment, plan: Plan, *, size: ModelSize | None = None) 
         if kind not in kinds:
             share = 1.0 if holds_whole else host.slots / plan.world_size
             kinds[kind] = replace(
-                _of_host(exp, plan, kind, size),
+                _of_host(exp, plan, kind),
                 checkpoint_bytes=None if checkpoint is None else math.ceil(share * checkpoint),
                 model_bytes=model if holds_whole or index == 0 else 0,
             )
@@ -88,58 +74,44 @@ def plan_storage(exp: Experiment, plan: Plan, *, size: ModelSize | None = None) 
         checkpoints_at_once=at_once,
         model_bytes=model,
         private=private,
-        certain=certain,
     )
 
 
 # --- Disk ----------------------------------------------------------------------------------------
 
 
-def checkpoint_bytes(exp: Experiment, plan: Plan, size: ModelSize) -> int:
+def checkpoint_bytes(exp: Experiment, plan: Plan) -> int:
     """Bytes of one checkpoint: fp32 weights and the optimizer's states of what is trained, for any
     ZeRO stage and number of ranks; frozen weights (``model.freeze``) as they are in memory. The
     frozen base of an adapter is not in it."""
-    shape = model_geometry(exp.model)
     states = 4 + optimizer_bytes(exp.optim.kind, "fp32")
-    size_bytes: float = states * size.trained
+    size_bytes: float = states * plan.trained
     apart = optimizer_of(exp.optim.kind).matrices_apart
-    if apart and exp.adapter.kind == "none" and shape is not None:
-        size_bytes += 4 * adamw_elements(shape, size.trained)
+    if apart and exp.adapter.kind == "none" and plan.network is not None:
+        size_bytes += 4 * min(plan.network.num_outside, plan.trained)
     if exp.adapter.kind == "none":
-        size_bytes += BYTES[plan.precision] * (size.whole - size.trained)
+        size_bytes += BYTES[plan.precision] * (plan.num_parameters - plan.trained)
     return math.ceil(size_bytes) + TEXT_BYTES
 
 
-def exported_bytes(exp: Experiment, plan: Plan, size: ModelSize) -> int:
+def exported_bytes(exp: Experiment, plan: Plan) -> int:
     """Bytes of ``model/``, which is written at the end: the adapter alone where there is one."""
-    if not exp.task.save_model:
+    network = plan.network
+    if not exp.task.save_model or network is None:
         return 0
-    elements = size.whole if exp.adapter.kind == "none" else size.trained
-    for network in plan.beside:
-        if network.num_trained:  # counted in the size, and not exported
-            is_whole = exp.adapter.kind == "none"
-            elements -= network.num_parameters if is_whole else network.num_trained
+    elements = network.num_parameters if exp.adapter.kind == "none" else network.num_trained
     return BYTES[plan.precision] * elements + TEXT_BYTES
 
 
-def download_bytes(model: ModelConfig) -> int | None:
+def download_bytes(exp: Experiment, plan: Plan) -> int | None:
     """Bytes of the weights of a model of the Hub, which lie in its cache as they were trained."""
+    model, network = exp.model, plan.network
     if model.init == "scratch" or not model.path or PurePath(model.path).is_absolute():
         return 0
-    shape = model_geometry(model)
-    if shape is None or model.trained_dtype is None:
+    if network is None or model.trained_dtype is None:
         return None
-    return BYTES[model.trained_dtype] * shape.num_parameters
-
-
-def _certain(exp: Experiment, num_parameters: int) -> float:
-    """A model from scratch has as many rows for tokens as its tokenizer has tokens, which only the
-    ranks read: without those of embedding and output head."""
-    shape = model_geometry(exp.model)
-    if exp.model.init != "scratch" or shape is None or not num_parameters:
-        return 1.0
-    tables = 2 * shape.vocab_size * shape.hidden_size
-    return max(0.0, 1 - tables / num_parameters)
+    added = network.num_trained if exp.adapter.kind != "none" else 0
+    return BYTES[model.trained_dtype] * (network.num_parameters - added)
 
 
 def checkpoint_counts(
@@ -189,7 +161,7 @@ class _Kind:
     """Whole checkpoints lie on its disk."""
 
 
-def _of_host(exp: Experiment, plan: Plan, host: _Kind, size: ModelSize | None) -> HostStorage:
+def _of_host(exp: Experiment, plan: Plan, host: _Kind) -> HostStorage:
     """The storage of a host without its disk."""
     memory = next((part for part in plan.memory if part.device == host.device), None)
     # ``MemoryPlan`` has the RAM of the largest host with these devices.
@@ -203,20 +175,20 @@ def _of_host(exp: Experiment, plan: Plan, host: _Kind, size: ModelSize | None) -
         training = math.ceil(host.slots * used_gib * GIB)
         saves = math.ceil(host.slots * memory.saves_host_gib * GIB / ranks_there)
         offload = math.ceil(host.slots * memory.host_gib * GIB / ranks_there)
-    if size is not None:
-        of_rank = _offload(exp, plan, size)
+    if plan.num_parameters:
+        of_rank = _offload(exp, plan)
         nvme = host.slots * of_rank.files
         if of_rank.ram is not None:
             offload = host.slots * of_rank.ram
         if offload is not None:
             offload += host.slots * of_rank.buffers
         if host.first and plan.rollout_hosts:
-            push = _pushed_bytes(plan, size)
+            push = _pushed_bytes(plan)
     return HostStorage(
         hosts=(),
         ranks=host.slots,
         processes_bytes=host.slots * math.ceil(accelerator.process_gib * GIB),
-        loading_bytes=_loading(exp, host),
+        loading_bytes=_loading(exp, plan, host),
         training_bytes=training,
         offload_bytes=offload,
         saves_bytes=saves,
@@ -229,17 +201,17 @@ def _of_host(exp: Experiment, plan: Plan, host: _Kind, size: ModelSize | None) -
         if host.slots > 1 and accelerator.is_gpu
         else 0,
         push_bytes=push,
-        download_bytes=download_bytes(exp.model),
+        download_bytes=download_bytes(exp, plan),
     )
 
 
-def _loading(exp: Experiment, host: _Kind) -> int | None:
+def _loading(exp: Experiment, plan: Plan, host: _Kind) -> int | None:
     """Bytes beside the weights while they are read or drawn: the largest one, at most in fp32.
     Pages of mapped files do not count, the kernel takes them back."""
-    shape = model_geometry(exp.model)
-    if shape is None:
+    network = plan.network
+    if network is None:
         return None
-    largest = 4 * shape.hidden_size * max(shape.vocab_size, shape.intermediate_size)
+    largest = 4 * network.hidden_size * max(network.vocab_size, network.intermediate_size)
     if exp.zero.stage >= 3:
         return largest * host.first  # rank 0 reads and broadcasts
     return host.slots * largest
@@ -257,15 +229,15 @@ class _Offload:
     """Files below ``zero.nvme_path``."""
 
 
-def _offload(exp: Experiment, plan: Plan, size: ModelSize) -> _Offload:
+def _offload(exp: Experiment, plan: Plan) -> _Offload:
     """The offload of one rank by DeepSpeed 0.19.8's rules: ``swap_tensor/
     partitioned_param_swapper.py``, ``optimizer_utils.py``; ``zero/stage3.py:
     _create_param_groups_fp16_flat_cpu_memory``."""
     zero, width = exp.zero, BYTES[plan.precision]
-    shard = -(-size.trained // (plan.world_size if zero.stage >= 1 else 1))
+    shard = -(-plan.trained // (plan.world_size if zero.stage >= 1 else 1))
     group = min(shard, zero.sub_group_size)
     sums = BYTES[plan.grad_accum_dtype or plan.precision] * shard  # grad_partitions_flat_buffer
-    parameters = width * -(-size.whole // plan.world_size)
+    parameters = width * -(-plan.num_parameters // plan.world_size)
     states = (4 + optimizer_bytes(exp.optim.kind, "fp32") + 4) * shard  # with the gradients, fp32
     ram = buffers = files = 0
     locked: list[int] = []
@@ -293,8 +265,8 @@ def _offload(exp: Experiment, plan: Plan, size: ModelSize) -> _Offload:
     return _Offload(ram if swaps else None, buffers, files)
 
 
-def _pushed_bytes(plan: Plan, size: ModelSize) -> int:
+def _pushed_bytes(plan: Plan) -> int:
     """Bytes of the weights for rollout servers: those of the last push, gathered and packed new
     ones; and what is frozen, packed, at first also gathered (``llmx.rollout.client``)."""
-    trained, frozen = size.trained, size.whole - size.trained
+    trained, frozen = plan.trained, plan.num_parameters - plan.trained
     return BYTES[plan.precision] * (2 * trained + frozen + max(trained, frozen))

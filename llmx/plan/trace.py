@@ -8,11 +8,12 @@ applies DeepSpeed's rules to it for any stage, number of ranks and bucket size.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from llmx.config.schema import Experiment
 from llmx.plan.by_device import CHECKPOINTING, checkpointing_on
+from llmx.plan.network import Network
 from llmx.plan.types import Plan
 
 FETCH, RELEASE, FETCH_BACKWARD, RELEASE_BACKWARD, GRADIENT = range(5)
@@ -59,20 +60,10 @@ class StepTrace:
     """The most bytes after the last event."""
     buffers: int = 0
     """Bytes of the network's buffers."""
-    flops: float = 0.0
-    """FLOPs of matrix products and attention, forward and backward, as they were run: recomputed
-    ones, too."""
-    num_packed: int = 0
-    """Weights in 4 bits, which are no parameters; their bytes count as buffers."""
-    num_beside: int = 0
-    """Parameters in frozen networks beside the trained one, included in ``parameters``."""
+    networks: Mapping[str, Network] = field(default_factory=dict)
+    """The networks of the task by name, also those that compute stored columns before training."""
     reach: str = ""
     """What an adapter reaches of the weights, where it leaves the experts out."""
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the trained network, those in 4 bits included."""
-        return sum(p.numel for p in self.parameters) + self.num_packed - self.num_beside
 
     @property
     def num_trained(self) -> int:
@@ -94,19 +85,13 @@ class StepTrace:
         def mixed(here: float, there: float) -> int:
             return max(0, round(here + part * (there - here)))
 
-        return StepTrace(
-            self.parameters,
-            self.modules,
-            tuple(
+        return replace(
+            self,
+            events=tuple(
                 Event(a.kind, a.index, mixed(a.peak, b.peak), mixed(a.live, b.live))
                 for a, b in zip(self.events, other.events, strict=True)
             ),
-            mixed(self.last_peak, other.last_peak),
-            self.buffers,
-            mixed(self.flops, other.flops),
-            self.num_packed,
-            self.num_beside,
-            self.reach,
+            last_peak=mixed(self.last_peak, other.last_peak),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -119,9 +104,7 @@ class StepTrace:
             "events": [[event.kind, event.index, event.peak, event.live] for event in self.events],
             "last_peak": self.last_peak,
             "buffers": self.buffers,
-            "flops": self.flops,
-            "num_packed": self.num_packed,
-            "num_beside": self.num_beside,
+            "networks": {name: asdict(network) for name, network in self.networks.items()},
             "reach": self.reach,
         }
 
@@ -134,10 +117,8 @@ class StepTrace:
             tuple(Event(*event) for event in values["events"]),
             values["last_peak"],
             values["buffers"],
-            values["flops"],
-            values["num_packed"],
-            values["num_beside"],
-            values.get("reach", ""),
+            {name: Network(**network) for name, network in values["networks"].items()},
+            values["reach"],
         )
 
 
@@ -157,6 +138,8 @@ class Traces:
     found: Mapping[TraceKey, StepTrace]
     problem: str = ""
     """Why there are none."""
+    networks: Mapping[str, Network] = field(default_factory=dict)
+    """The networks of the task by name."""
     _between: dict[TraceKey, StepTrace | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -164,10 +147,17 @@ class Traces:
     @classmethod
     def from_dict(cls, answers: Mapping[str, Any]) -> Traces:
         """The traces in the ``traces.json`` of a run."""
-        values = answers.values()
-        return cls(
-            {TraceKey(**answer["key"]): StepTrace.from_dict(answer["trace"]) for answer in values}
+        return cls.of(
+            {
+                TraceKey(**answer["key"]): StepTrace.from_dict(answer["trace"])
+                for answer in answers.values()
+            }
         )
+
+    @classmethod
+    def of(cls, found: Mapping[TraceKey, StepTrace], problem: str = "") -> Traces:
+        """These traces, with the networks that all of them have."""
+        return cls(found, problem, next((trace.networks for trace in found.values()), {}))
 
     def get(self, attention: str, checkpointing: str, micro_batch: int) -> StepTrace | None:
         """The trace of this micro batch, or between those of two others: bytes are linear in it."""
@@ -199,7 +189,9 @@ def wanted_traces(exp: Experiment, plan: Plan, *, alternatives: bool) -> list[Tr
     also for what it might be instead."""
     attentions = dict.fromkeys(dict(plan.attention).values())
     used = dict.fromkeys((kind, checkpointing_on(exp, name)) for name, kind in plan.attention)
-    sizes = sorted({rank.micro_batch for rank in plan.ranks} | ({1} if plan.balance else set()))
+    sizes = sorted({rank.micro_batch for rank in plan.ranks})
+    if plan.balance is not None:  # ranks may take less, or as much as is allowed
+        sizes = sorted({*sizes, 1, exp.batch.micro_batch})
     keys = [TraceKey(kind, setting, size) for kind, setting in used for size in sizes]
     if alternatives:
         two_sizes = {1, max([2, *sizes])}

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from llmx import text as human
 from llmx.config.accelerators import ACCELERATORS
-from llmx.plan.geometry import Geometry
+from llmx.plan.network import Network
 
 
 @dataclass(frozen=True)
@@ -290,9 +290,6 @@ class StoragePlan:
     """``model/``, written at the end."""
     private: bool
     """Hosts have disks of their own (``launch.sync=rsync``)."""
-    certain: float = 1.0
-    """The part of the sizes on disk that is certain: less where the vocabulary follows the
-    tokenizer."""
 
     def on(self, host: str | None) -> HostStorage | None:
         """The storage of one host; None where it is not known."""
@@ -413,11 +410,6 @@ class NetworkBeside:
     """A network that a task has beside the one that is exported."""
 
     name: str
-    num_parameters: int
-    """0 when the geometry is not known before loading."""
-    largest: int = 0
-    """Elements of its largest layer, or of its embedding."""
-    vocab_size: int = 0
     precision: str | None = None
     """The precision of its weights; None: that of the run."""
     before_training: bool = False
@@ -426,13 +418,8 @@ class NetworkBeside:
     """A directory or a Hub id of its own; None: that of the ``model`` group."""
     revision: str | None = None
     """The revision of ``source`` on the Hub."""
-    num_trained: int = 0
-    """Parameters of it that are trained; 0 of a frozen one, which has neither gradients nor an
-    optimizer."""
-    num_packed: int = 0
-    """Parameters of it that are kept in 4 bits."""
-    shape: Geometry | None = None
-    """The geometry of a network that is trained, which its activations follow from."""
+    network: Network | None = None
+    """None where it could not be built on this machine."""
 
 
 @dataclass(frozen=True)
@@ -462,6 +449,8 @@ class Plan:
     """Warnings that do not follow from ``memory`` and ``storage``."""
     advice: str = ""
     """The advice where ``memory`` does not fit."""
+    network: Network | None = None
+    """The network that is exported; None where it could not be built on this machine."""
     num_trained: int | None = None
     """Parameters that are trained beside frozen ones (``adapter``); None where all are, or where
     it is not known."""
@@ -490,6 +479,11 @@ class Plan:
     def attention_on(self, device: str) -> str:
         """The attention for packed rows on this type of device; empty where the plan has none."""
         return dict(self.attention).get(device, "")
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained: all of them, where nothing is frozen."""
+        return self.num_parameters if self.num_trained is None else self.num_trained
 
     @property
     def on_gpus(self) -> bool:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from llmx.config import Experiment, experiment_from_dict
+from llmx.config.model_rules import position_limit
 from llmx.config.user_code import user_functions
 from llmx.data.examples import check_task, encoded, over_long_of
 from llmx.data.source.records import OnBad, RecordError, Row, refuse
 from llmx.data.split import DatasetSplit, Source
 from llmx.errors import ConfigError, LlmxError
-from llmx.plan.geometry import position_limit
 from llmx.run.rundir import load_yaml, write_json
 from llmx.tasks import task_class, task_of, tokenizer_of
 from llmx.tolerance import too_much

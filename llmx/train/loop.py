@@ -7,6 +7,7 @@ by beginning at another step. Run by ``python -m llmx.worker RUN_DIR`` on every 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
+from functools import partial
 from typing import Any
 
 from llmx.checkpoint.export.model import export_model

@@ -17,7 +17,7 @@ import contextlib
 import json
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,23 +30,25 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from llmx.config import Experiment, ModelConfig, experiment_from_dict
 from llmx.config.optimizers import optimizer_of
 from llmx.data import collate
 from llmx.data.format.rows import Preference
 from llmx.data.store.samples import Sample
+from llmx.errors import ConfigError
 from llmx.models.adapter import add_adapter, freeze, reach_line
 from llmx.models.attention import AttentionMethod, methods
 from llmx.models.blocks import Stack, recompute, stack_of
 from llmx.models.experts import Routing, expert_blocks
 from llmx.models.factory import DTYPES, build_model, padded_vocab, true_vocab
+from llmx.models.flops import model_flops
 from llmx.models.isolation import turn_dropout_off
 from llmx.models.model import (
     CAUSAL_LM,
     CLASSIFICATION,
     LANGUAGE_MODELS,
+    MASKED_LM,
     ForwardOf,
     Model,
     Models,
@@ -55,10 +57,12 @@ from llmx.models.model import (
     base_of,
 )
 from llmx.models.network_config import network_config
+from llmx.models.parameters import output_embedding
 from llmx.models.quantized import BLOCK, Quantization, quantize_on_arrival, quantized_layers
 from llmx.models.spec import are_bases
 from llmx.models.varlen import IMPLEMENTATIONS, register
 from llmx.plan.memory import fused_loss
+from llmx.plan.network import Network
 from llmx.plan.trace import (
     FETCH,
     FETCH_BACKWARD,
@@ -87,9 +91,13 @@ class Numbers:
     modules: range
     parameters: range
 
+    def of(self, event: Event) -> range:
+        """The numbers that this kind of event counts with."""
+        return self.parameters if event.kind == GRADIENT else self.modules
+
     def has(self, event: Event) -> bool:
         """Whether an event is of this block."""
-        return event.index in (self.parameters if event.kind == GRADIENT else self.modules)
+        return event.index in self.of(event)
 
 
 @dataclass(frozen=True)
@@ -97,88 +105,69 @@ class Run:
     """A micro step of a network whose stack is cut."""
 
     events: Sequence[Event]
-    flops: Sequence[float]
-    """FLOPs until each event."""
     last_peak: int
-    last_flops: float
 
 
 def with_all_blocks(run: Run, blocks: Sequence[Numbers], num_run: int) -> Run | None:
-    """The micro step with all ``blocks``, of which ``run`` has the first ``num_run``; without
-    the FLOPs until each event. None where the blocks that are compared do not agree.
+    """The micro step with all ``blocks``, of which ``run`` has the first ``num_run``. None where
+    the blocks that are compared do not agree.
 
     Numbers of modules and parameters in ``run`` are those of the whole network.
     """
     before, former, repeated, last = blocks[num_run - 4 : num_run]
-    forward = [_first(run.events, FETCH, block) for block in (former, repeated, last)]
-    backward = [_first(run.events, FETCH_BACKWARD, block) for block in (repeated, former, before)]
-    places = [place for place in (*forward, *backward) if place is not None]
-    if len(places) < 6 or places != sorted(places):
+    begins = [_begin(run.events, FETCH, block) for block in (former, repeated, last)]
+    begins += [_begin(run.events, FETCH_BACKWARD, block) for block in (repeated, former, before)]
+    if -1 in begins or begins != sorted(begins):
         return None
-    f_former, f_repeated, f_last, b_repeated, b_former, b_before = places
-    ahead, back = _Part(run, f_repeated, f_last), _Part(run, b_repeated, b_former)
-    if not ahead.agrees(_Part(run, f_former, f_repeated), repeated, former):
+    f_former, f_repeated, f_last, b_repeated, b_former, b_before = begins
+    forward = _Part(run, f_repeated, f_last, repeated)
+    backward = _Part(run, b_repeated, b_former, repeated)
+    if not forward.agrees(_Part(run, f_former, f_repeated, former)):
         return None
-    if not back.agrees(_Part(run, b_former, b_before), repeated, former):
+    if not backward.agrees(_Part(run, b_former, b_before, former)):
         return None
-    num_added = len(blocks) - num_run
-    modules, parameters = len(repeated.modules), len(repeated.parameters)
-
-    def moved(events: Iterable[Event], live: int, by: int, whose: Numbers) -> Iterator[Event]:
-        """Events with ``live`` bytes more; those of the block ``whose`` numbered ``by`` later."""
-        for event in events:
-            step = parameters if event.kind == GRADIENT else modules
-            index = event.index + (by * step if whose.has(event) else 0)
-            yield Event(event.kind, index, event.peak + live, event.live + live)
-
+    added = blocks[num_run - 1 : -1]
     events = [*run.events[:f_last]]
-    for copy in range(1, num_added + 1):
-        events += moved(ahead.events, copy * ahead.grows, copy, repeated)
-    grown = num_added * ahead.grows
-    events += moved(run.events[f_last:b_repeated], grown, num_added, last)
-    for copy in range(num_added, 0, -1):
-        events += moved(back.events, grown + (num_added - copy) * back.grows, copy, repeated)
-    left = grown + num_added * back.grows
-    events += moved(run.events[b_repeated:], left, num_added, last)
-    flops = run.last_flops + num_added * (ahead.flops + back.flops)
-    return Run(events, (), run.last_peak + left, flops)
+    for number, block in enumerate(added, start=1):
+        events += _moved(forward.events, number * forward.grows, repeated, block)
+    grown = len(added) * forward.grows
+    events += _moved(run.events[f_last:b_repeated], grown, last, blocks[-1])
+    for block in reversed(added):
+        events += _moved(backward.events, grown, repeated, block)
+        grown += backward.grows
+    events += _moved(run.events[b_repeated:], grown, last, blocks[-1])
+    return Run(events, run.last_peak + grown)
 
 
-def _first(events: Sequence[Event], kind: int, block: Numbers) -> int | None:
-    """The place of the first event of a kind of the block itself, not of a module in it."""
-    for place, event in enumerate(events):
-        if event.kind == kind and event.index == block.modules[0]:
-            return place
-    return None
+def _begin(events: Sequence[Event], kind: int, block: Numbers) -> int:
+    """The place of the first event of a kind of the block itself, not of a module in it; -1 where
+    there is none."""
+    first = (kind, block.modules[0])
+    places = (place for place, event in enumerate(events) if (event.kind, event.index) == first)
+    return next(places, -1)
+
+
+def _moved(events: Iterable[Event], live: int, old: Numbers, new: Numbers) -> Iterator[Event]:
+    """Events with ``live`` bytes more; those of the block ``old`` as of the block ``new``."""
+    for event in events:
+        step = new.of(event)[0] - old.of(event)[0] if old.has(event) else 0
+        yield Event(event.kind, event.index + step, event.peak + live, event.live + live)
 
 
 class _Part:
     """The events of a block in one direction: from its first one to that of the next block."""
 
-    def __init__(self, run: Run, begin: int, end: int) -> None:
-        self.events = run.events[begin:end]
+    def __init__(self, run: Run, begin: int, end: int, block: Numbers) -> None:
+        self.events, self.block = run.events[begin:end], block
         self.base = run.events[begin - 1].live
         self.grows = run.events[end - 1].live - self.base
         """Bytes that stay when it is over."""
-        self.flops = run.flops[end] - run.flops[begin]
 
-    def agrees(self, other: _Part, numbers: Numbers, other_numbers: Numbers) -> bool:
+    def agrees(self, other: _Part) -> bool:
         """Whether another block does the same, and both do nothing but their own."""
-        return self._own(numbers) is not None and self._own(numbers) == other._own(other_numbers)
-
-    def _own(self, numbers: Numbers) -> list[Event] | None:
-        if not all(numbers.has(event) for event in self.events):
-            return None
-        return [
-            replace(
-                event,
-                index=event.index
-                - (numbers.parameters if event.kind == GRADIENT else numbers.modules)[0],
-                peak=event.peak - self.base,
-                live=event.live - self.base,
-            )
-            for event in self.events
-        ]
+        own = all(part.block.has(event) for part in (self, other) for event in part.events)
+        moved = _moved(other.events, self.base - other.base, other.block, self.block)
+        return own and list(moved) == list(self.events)
 
 
 WHOLE = {"zero_optimization": {"stage": 0}}
@@ -195,20 +184,16 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
-        self.flops = 0.0
         self.events: list[Event] = []
-        self.flops_until: list[float] = []
-        """FLOPs until each event."""
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def run(self) -> Run:
         """The micro step that was recorded."""
-        return Run(self.events, self.flops_until, self.peak, self.flops)
+        return Run(self.events, self.peak)
 
     def mark(self, kind: int, index: int) -> None:
         """Record an event, and the peak of memory since the one before it."""
         self.events.append(Event(kind, index, self.peak, self.live))
-        self.flops_until.append(self.flops)
         self.peak = self.live
 
     def leave_out(self, values: Iterable[torch.Tensor]) -> None:
@@ -236,11 +221,6 @@ class Recorder(TorchDispatchMode):
                 result = function(*args, **kwargs)
         else:
             result = _on_fakes(function, args, kwargs)
-            count = flop_registry.get(getattr(function, "overloadpacket", None))
-            if count is not None:
-                # One of rows of any length looks at where they begin.
-                with contextlib.suppress(RuntimeError):
-                    self.flops += float(count(*args, **kwargs, out_val=result))
         self.take(result)
         return result
 
@@ -367,6 +347,21 @@ def _watch_module(module: nn.Module, index: int, recorder: Recorder) -> None:
     module.register_forward_hook(after)
 
 
+class Refusal(Exception):
+    """The message of names in ``adapter`` or ``model.freeze`` that the network does not have."""
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Inside, a wrong name is a ``Refusal``; a package that this machine lacks is none."""
+    try:
+        yield
+    except ConfigError as error:
+        if isinstance(error.__cause__, ImportError):
+            raise
+        raise Refusal(str(error)) from error
+
+
 METHODS = ("varlen", "segments", "sdpa", "eager")
 """The implementations in the order of the ranks (``models.select_attention.candidates``)."""
 
@@ -390,6 +385,8 @@ def trace_step(
                 run = (precision, accelerator, implementation, micro_batch)
                 if trace := _trace(exp, *run, by_blocks=by_blocks):
                     return trace
+            except Refusal:
+                raise
             except Exception as error:
                 problem = problem or error
     assert problem is not None, "all blocks were run"
@@ -420,11 +417,12 @@ def _trace(
     method = _method(exp, attention)
     with FakeTensorMode(allow_non_fake_inputs=True), _pretended(accelerator):
         parts = {
-            name: _network(with_source(exp, spec), spec, precision=precision, method=method)
+            name: _network(exp, spec, precision=precision, method=method)
             for name, spec in own_specs.items()
         }
         networks = {name: network for name, (network, _) in parts.items()}
         is_single = len(networks) == 1
+        facts = _facts(exp, specs, parts, precision=precision, method=method)
         frozen = [name for name, spec in own_specs.items() if not spec.trained]
         combined = (
             next(iter(networks.values())) if is_single else NetworksByName(networks, frozen=frozen)
@@ -466,10 +464,6 @@ def _trace(
         )
         buffers = sum(buffer.numel() * buffer.element_size() for buffer in combined.buffers())
         buffers += sum(layer.packed_bytes for layer in packed)
-        num_packed = sum(layer.num_weights for layer in packed)
-        num_beside = sum(
-            parameter.numel() for name in frozen for parameter in networks[name].parameters()
-        )
         reach = reach_line(combined) if exp.adapter.kind != "none" else ""
         batch = _batch(exp, task, micro_batch, layout=method.layout)
         combined.train()
@@ -491,11 +485,91 @@ def _trace(
         events=tuple(run.events),
         last_peak=run.last_peak,
         buffers=buffers,
-        flops=run.last_flops,
-        num_packed=num_packed,
-        num_beside=num_beside,
+        networks=facts,
         reach=reach,
     )
+
+
+def facts_of(network: nn.Module, config: Any, *, head: str, seq_len: int) -> Network:
+    """Sizes and operations of a network in rows of ``seq_len`` tokens, each of them a target."""
+    text = config.get_text_config()
+    layers = [module.is_causal for module in network.modules() if hasattr(module, "is_causal")]
+    flops = model_flops(network, causal=any(layers) if layers else head != MASKED_LM)
+    whole, without_attention = (
+        flops.of_step(tokens=1, target_tokens=1, square_tokens=squares) for squares in (seq_len, 0)
+    )
+    frozen = 2.0 * (flops.frozen_matrices + flops.frozen_head)
+    forward = (whole + frozen) / 3
+    num_trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    num_packed = sum(layer.num_weights for layer in quantized_layers(network).values())
+    hidden = _first(text, "hidden_size", "d_model") or 0
+    heads = _first(text, "num_attention_heads") or 1
+    head_width = _first(text, "head_dim") or hidden // heads
+    return Network(
+        num_parameters=sum(p.numel() for p in network.parameters()) + num_packed,
+        num_trained=num_trained,
+        num_packed=num_packed,
+        num_looked_up=_num_looked_up(network),
+        hidden_size=hidden,
+        intermediate_size=_first(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * hidden,
+        num_layers=_first(text, "num_hidden_layers") or 1,
+        kv_size=(_first(text, "num_key_value_heads") or heads) * head_width,
+        vocab_size=text.vocab_size,
+        forward_flops=forward,
+        backward_flops=whole - forward if num_trained else 0.0,
+        attention_flops=(whole - without_attention) / 3,
+        head_flops=2.0 * flops.head,
+        rms_norm=any(type(module).__name__.endswith("RMSNorm") for module in network.modules()),
+    )
+
+
+def _num_looked_up(network: nn.Module) -> int:
+    """Parameters of the embeddings that are not the output head as well."""
+    head = output_embedding(network)
+    multiplied = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+    tables = [module for module in network.modules() if isinstance(module, nn.Embedding)]
+    parameters = [parameter for table in tables for parameter in table.parameters(recurse=False)]
+    return sum(p.numel() for p in parameters if id(p) not in multiplied)
+
+
+def _first(config: Any, *names: str) -> int | None:
+    """The first of these values of a config that is a number."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
+
+
+def _facts(
+    exp: Experiment, specs: Mapping[str, ModelSpec], built: Mapping[str, Any], **run: Any
+) -> dict[str, Network]:
+    """Facts of the networks that are built, and of those that compute stored columns before
+    training: of weights of their own where they can be built on this machine."""
+    facts = {
+        name: facts_of(network, config, head=specs[name].head, seq_len=exp.data.seq_len)
+        for name, (network, config) in built.items()
+    }
+    main = next(network for network in facts.values() if network.num_trained)
+    for name, spec in specs.items():
+        if spec.precomputes and spec.source is None:
+            facts[name] = replace(main, num_trained=0, backward_flops=0.0)
+        elif spec.precomputes:
+            with contextlib.suppress(Exception):
+                network, config = _network(exp, spec, **run)
+                facts[name] = facts_of(network, config, head=spec.head, seq_len=exp.data.seq_len)
+    return facts
+
+
+def networks_of(exp: Experiment, *, precision: str = "fp32") -> dict[str, Network]:
+    """The networks of an experiment's task by name, without a trace of its micro step."""
+    specs = task_class(exp.task.kind, exp.task.options)(exp, None).models()
+    bases = are_bases(specs, exp.adapter, exp.model)
+    method = _method(exp, "eager")
+    with FakeTensorMode(allow_non_fake_inputs=True), _pretended("cpu"):
+        built = {
+            name: _network(exp, spec, precision=precision, method=method)
+            for name, spec in specs.items()
+            if name not in bases and not spec.precomputes
+        }
+        return _facts(exp, specs, built, precision=precision, method=method)
 
 
 def _run(recorder: Recorder, task: Any, models: Models, batch: Any) -> Run:
@@ -662,6 +736,7 @@ def _network(
     exp: Experiment, spec: ModelSpec, *, precision: str, method: AttentionMethod
 ) -> tuple[nn.Module, Any]:
     """The network of ``spec`` without weights, and its config."""
+    exp = with_source(exp, spec)
     config = _config(exp, spec)
     checkpointing = exp.model.activation_checkpointing if spec.trained else "none"
     plain = replace(exp.model, activation_checkpointing="none", compile=False)
@@ -687,7 +762,7 @@ def _network(
     if not spec.trained:
         network.requires_grad_(False)
     elif exp.adapter.kind != "none":
-        with mock.patch.object(nn.Module, "_apply", _apply):
+        with mock.patch.object(nn.Module, "_apply", _apply), _refusing():
             add_adapter(
                 network,
                 plain,
@@ -698,7 +773,8 @@ def _network(
                 head=spec.head,
             )
     else:
-        freeze(network, exp.model.freeze)
+        with _refusing():
+            freeze(network, exp.model.freeze)
     if not spec.dropout:
         turn_dropout_off(network)
     if checkpointing != "none":
@@ -795,6 +871,8 @@ def main(words: list[str]) -> int:
         try:
             trace = trace_step(replace(exp, model=model), **request)
             answers.append({"trace": trace.to_dict()})
+        except Refusal as error:
+            answers.append({"refused": str(error)})
         except Exception as error:  # whatever a network may raise on fake tensors
             text = str(error).strip().splitlines()
             answers.append({"problem": f"{type(error).__name__}: {text[0] if text else ''}"})

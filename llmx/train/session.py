@@ -14,7 +14,7 @@ import torch
 from llmx.checkpoint.state.engine_state import frozen_fingerprints
 from llmx.collectives import all_gather
 from llmx.config import CheckpointConfig, Experiment
-from llmx.plan.geometry import position_limit
+from llmx.config.model_rules import position_limit
 from llmx.plan.types import Plan
 from llmx.rollout.client import IDLE_SHARE, RolloutServers
 from llmx.run.metrics import Metric

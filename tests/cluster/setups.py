@@ -30,6 +30,8 @@ MARKS = ("<!-- setups: begin -->", "<!-- setups: end -->")
 LONGEST_REFUSAL_S = 20.0
 FIRST_STEP_S = 60.0
 LONG = ("task.steps=100000", "launch.max_restarts=0")
+SMALL_NETWORK = ("model.config.hidden_size=256", "model.config.num_hidden_layers=8")
+"""A checkpoint of it has no room on a disk of 1 MiB."""
 WRONG_KEY = f"SHA256:{'x' * 43}"
 
 Prepare = Callable[[Cluster, Path], dict[str, Any]]
@@ -272,8 +274,12 @@ def _dead_host(cluster: Cluster, directory: Path) -> dict[str, Any]:
 
 
 def _small_disk(cluster: Cluster, directory: Path) -> dict[str, Any]:
+    """The network is traced before: sizes follow from that, and the refusal is timed."""
+    env = {"LLMX_TRACES": "on", "LLMX_CACHE": str(directory / "cache")}
+    words = [*LONG, *SMALL_NETWORK, "dry_run=true"]
+    start_llmx(cluster, directory, overrides=words, env=env, name="traced").wait(timeout_s=240)
     cluster["node-b"].add_disk(directory / "runs", size_mib=1)
-    return {}
+    return {"env": env}
 
 
 def _slow_link(cluster: Cluster, directory: Path) -> dict[str, Any]:
@@ -349,8 +355,7 @@ SETUPS = (
     Setup("an interface that is not there", refused="eth9", start={"interface": "eth9"}),
     Setup("a taken master_port", refused="is in use on node-a", prepare=_taken_port),
     Setup("a full disk on one host",
-          ("launch=rsync", "run_dir={dir}/runs/x", "model.config.hidden_size=256",
-           "model.config.num_hidden_layers=8"),  # without a trace the vocabulary is not certain
+          ("launch=rsync", "run_dir={dir}/runs/x", *SMALL_NETWORK),
           "of free disk space", prepare=_small_disk, needs=("rsync",)),
     Setup("a run directory that is read-only on one host", refused="is not writable there",
           prepare=_read_only),

@@ -123,9 +123,11 @@ def test_an_error_of_the_users_data(tmp_path: Path) -> None:
     assert run.left() == []
 
 
-def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
+def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found before a rank is started. On one with space for two checkpoints, as the plan has it,
     the same run is resumed and ends well; and it has written what the plan says."""
+    monkeypatch.setenv("LLMX_TRACES", "on")  # sizes are those of the traced network
+    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
     disk = tmp_path / "run"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=5m", "llmx-test", str(disk)]
@@ -134,7 +136,7 @@ def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
     try:
         words = ["model.config.hidden_size=128", "model.config.num_hidden_layers=4"]
         run = LocalRun(tmp_path, *words, "task.steps=6", "checkpoint.every_steps=2")
-        assert run.wait(timeout_s=120) == 2, run.out.read_text()
+        assert run.wait(timeout_s=240) == 2, run.out.read_text()
         said = run.out.read_text()
         assert f"config: {disk} has " in said
         assert "the first one is removed only when the second is complete" in said
@@ -142,7 +144,7 @@ def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
         assert not list((disk / "ranks").iterdir()), "no rank was started"
         subprocess.run(["mount", "-o", "remount,size=13m", str(disk)], check=True)
         argv = [sys.executable, "-m", "llmx", "resume", str(disk), "checkpoint.keep.last=1"]
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "saves fail" not in done.stdout + done.stderr, "there is enough"
         assert [path.name for path in run.dir.checkpoints.glob("step-*")] == ["step-00000006"]

@@ -12,7 +12,7 @@ from llmx.__main__ import main
 from llmx.config import to_dict
 from llmx.config.groups import CONF, GROUPS, options
 from llmx.errors import ConfigError
-from tests.composing import composed, planned
+from tests.composing import composed, planned, sized
 from tests.rundirs import TINY_LLAMA
 
 # What an option needs beside it to make a possible run.
@@ -128,7 +128,7 @@ def test_recipes_are_what_they_say() -> None:
     assert all(part.fits for part in fitting.plan.memory)
     assert fitting.plan.batch.tokens_per_step == llama.plan.batch.tokens_per_step
 
-    small = composed(["experiment=llama_1_7b_pretrain"])
+    small = sized(["experiment=llama_1_7b_pretrain"])
     assert abs(small.plan.batch.tokens_per_step - 2_097_152) / 2_097_152 < 0.03
     assert 1.6e9 < small.plan.num_parameters < 1.9e9
     optim = small.experiment.optim
@@ -167,7 +167,7 @@ def test_a_local_model_directory_is_planned_from_its_config(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").touch()
     words = ["model=hf", f"model.path={tmp_path}", "data=demo"]
-    assert composed(words).plan.num_parameters > 0
+    assert sized(words).plan.num_parameters > 0
     with pytest.raises(ConfigError, match="at most 512 positions"):
         composed([*words, "data.seq_len=1024"])
 

@@ -28,10 +28,10 @@ from llmx.cli.words import parse, split_command
 from llmx.compose.complete import complete
 from llmx.config import OptimConfig, experiment_from_dict
 from llmx.config.groups import CONF
+from llmx.config.model_rules import position_limit
 from llmx.config.reference import keys, sections
 from llmx.config.validate import validate
 from llmx.data.source.files import DEMO_DIRECTORY
-from llmx.plan.geometry import position_limit
 from llmx.run.sweepdir import load
 from llmx.sweep.best import write_best
 from llmx.train.schedule import lr_at

@@ -152,6 +152,7 @@ def test_the_processes_on_a_gpu_by_the_words_of_the_driver(
     assert "python" in process["command"]
 
 
+@pytest.mark.usefixtures("made_up_traces")
 def test_the_plan_says_what_a_measured_network_costs() -> None:
     words = ["hardware=a100x2_v100x2", "experiment=opt_1_3b_sft", "batch.micro_batch=1"]
     words += ["batch.accumulation=null", "batch.global_batch=64"]

@@ -26,8 +26,8 @@ from llmx.hardware.compare import (
 from llmx.hardware.survey import space_facts
 from llmx.plan import cuda_builds
 from llmx.plan.types import StoragePlan
-from tests.composing import composed as composed_once
 from tests.composing import planned
+from tests.composing import sized as composed_once
 
 composed = functools.cache(lambda *words: composed_once(list(words)))
 
@@ -477,9 +477,9 @@ def test_gpus_of_amd_are_counted(tmp_path) -> None:
     assert program.count_gpus(root) == 2
 
 
-def storage(at_once: int | None, kept: int | None, certain: float = 1.0) -> StoragePlan:
+def storage(at_once: int | None, kept: int | None) -> StoragePlan:
     """Checkpoints of 10 GiB and a model of 2 GiB."""
-    return StoragePlan((), 10 * GIB, kept, at_once, 2 * GIB, private=False, certain=certain)
+    return StoragePlan((), 10 * GIB, kept, at_once, 2 * GIB, private=False)
 
 
 ERROR = (
@@ -519,7 +519,6 @@ def test_too_little_space_for_the_second_checkpoint_or_for_all_of_them() -> None
         (storage(3, 2), 1, 10, 20),  # resumed
         (storage(3, 2), 2, 10, 10),
         (storage(3, 2), 9, 10, 10),
-        (storage(3, 2, certain=0.5), 0, 10, 30),
     ],
 )
 def test_the_space_that_is_needed(plan: StoragePlan, there: int, first: int, most: int) -> None:

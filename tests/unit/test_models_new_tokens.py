@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from llmx.plan.adapter import adapter_size
+from llmx.plan.geometry import model_geometry
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
@@ -19,8 +21,6 @@ from llmx.errors import ConfigError
 from llmx.models.adapter import load_adapted
 from llmx.models.factory import model_config, new_token_ids, true_vocab, vocab_rows
 from llmx.models.network_config import network_config
-from llmx.plan.adapter import adapter_size
-from llmx.plan.geometry import model_geometry
 from tests.reference import VOCABULARY, word_tokenizer
 from tests.rundirs import PARITY_MODELS
 from tests.small_models import network_of, small_model

@@ -27,10 +27,9 @@ from llmx.plan.balance import (
     step_fs,
 )
 from llmx.plan.batch import apportion, solve_batch, wanted_global_batch
-from llmx.plan.knowledge import Knowledge
 from llmx.plan.learned import Observation
 from llmx.plan.types import BalancePlan, BatchPlan, RankSpeed
-from tests.composing import composed
+from tests.composing import composed, sized, with_networks
 from tests.composing import planned as traced
 from tests.effort import at_most
 
@@ -160,7 +159,7 @@ def test_a_slow_network_is_met_less_often() -> None:
     words = ["model=llama3_8b", "hardware=a100x2_v100x2", "zero=stage3", "data.seq_len=4096"]
     words += ["batch.micro_batch=2", "batch.global_batch=64"]
     link = "hardware.network_gbit_per_s="
-    slow, fast = (composed([*words, f"{link}{speed}"]).plan for speed in (10, 10_000))
+    slow, fast = (sized([*words, f"{link}{speed}"]).plan for speed in (10, 10_000))
     assert slow.balance.pending
     assert slow.balance.overlap
     assert slow.balance.micro_step_fs
@@ -255,13 +254,14 @@ def test_a_plan_shares_out_by_what_finished_runs_have_shown() -> None:
         return Observation(device, "bf16", "sft", "llama", 20.0, "sdpa", 2, 1024, tflops)
 
     words = [*MIXED, "model=llama3_8b", "zero=stage1"]
-    done = composed(words)
+    done = sized(words)
     runs = tuple(
         replace(seen(device, tflops), precision=done.plan.precision)
         for device, tflops in (("a100_40g", 60.0), ("v100_32g", 10.0))
     )
+    of_network = with_networks(done.experiment)
     by_sheets, found, half = (
-        make_plan(done.experiment, Knowledge(runs=known, runs_file="learned.json"))
+        make_plan(done.experiment, replace(of_network, runs=known, runs_file="learned.json"))
         for known in ((), runs, runs[:1])
     )
     assert [sum(found.batch.sizes_of(rank)) for rank in range(4)] == [12, 12, 2, 2]
@@ -270,8 +270,8 @@ def test_a_plan_shares_out_by_what_finished_runs_have_shown() -> None:
     until_then = "measured by the ranks at the start; until then"
     assert balance_line(found) == f"{until_then} learned from 2 runs in learned.json"
     assert balance_line(by_sheets) == f"{until_then} by the data sheets"
-    spec = composed([*words, "batch.balance=spec"])
-    with_runs = make_plan(spec.experiment, Knowledge(runs=runs))
+    spec = sized([*words, "batch.balance=spec"])
+    with_runs = make_plan(spec.experiment, replace(of_network, runs=runs))
     assert with_runs.batch == spec.plan.batch
 
 

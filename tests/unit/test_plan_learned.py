@@ -23,13 +23,13 @@ from llmx.lifecycle.learned import (
 )
 from llmx.lifecycle.reproduce import run as reproduce
 from llmx.lifecycle.resume.command import run as resume
-from llmx.plan.geometry import model_geometry
 from llmx.plan.learned import Measured, Observation, contexts_gib, known_of, observe
-from llmx.plan.step_time import LAYER_S, LearnedSpeeds, flops_by_device, step_time, token_flops
+from llmx.plan.step_time import LAYER_S, LearnedSpeeds, flops_by_device, step_time
 from llmx.plan.types import Plan
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, write_json
-from tests.composing import composed
+from tests.composing import planned
+from tests.composing import sized as composed
 
 TRUTH = LearnedSpeeds(tflops={"cpu": 0.02}, at_stage_3=frozenset({"cpu"}))
 
@@ -38,9 +38,8 @@ def measured(
     done: Composed, truth: LearnedSpeeds, *, fill: float = 1.0, timed: bool = True
 ) -> Measured:
     """Of a cluster on which the truth holds."""
-    shape = model_geometry(done.experiment.model)
     found = step_time(done.experiment, done.plan, learned=truth)
-    flops = token_flops(done.experiment, done.plan, shape)
+    flops = next(iter(flops_by_device(done.experiment, done.plan).values()))
     forward = [
         (found.computing_s - share * found.step_s) * flops.forward / flops.run
         for share in found.idle
@@ -97,7 +96,7 @@ def test_a_type_of_device_that_computes_again_is_no_slower_for_it() -> None:
     done = composed([*UNEQUAL, "hardware.devices.v100_32g.activation_checkpointing=full"])
     assert done.plan.checkpointing
     # Forward passes at four times the speed; what is computed again is not in them.
-    flops = flops_by_device(done.experiment, done.plan, model_geometry(done.experiment.model))
+    flops = flops_by_device(done.experiment, done.plan)
     rates = {"a100_40g": 120.0, "v100_32g": 30.0}
     forward = [flops[r.device].forward / rates[r.device] for r in done.plan.ranks]
     tokens = done.plan.batch.tokens_per_step
@@ -192,7 +191,7 @@ def test_the_least_context_of_each_rank_counts() -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+def run(tmp_path: Path, made_up_traces: None, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("LLMX_LEARNED", "on")
     directory = RunDir(tmp_path / "run")
@@ -209,7 +208,7 @@ def learned_from(run: RunDir, done: Composed) -> list[Observation]:
 def test_a_run_teaches_the_next_plan_and_forgetting_is_deleting(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = composed(["hardware=cpu2", "zero=stage1"])
+    done = planned(["hardware=cpu2", "zero=stage1"])
     assert informed(done).plan.time == done.plan.time
     assert learned_from(run, done)
     taught = informed(done)
@@ -238,8 +237,8 @@ def test_runs_that_end_together_lose_no_line(run: RunDir) -> None:
 
 
 def test_a_damaged_file_is_no_file_and_the_next_run_writes_a_good_one(run: RunDir) -> None:
-    done = composed(["hardware=cpu2", "zero=stage1"])
-    learned_file().parent.mkdir(parents=True)
+    done = planned(["hardware=cpu2", "zero=stage1"])
+    learned_file().parent.mkdir(parents=True, exist_ok=True)
     for text in ("", "[]", '{"format": 99, "observations": [{}]}',
                  '{"format": 1, "observations": [3, {}, {"device": "cpu"}]}'):  # fmt: skip
         learned_file().write_text(text)

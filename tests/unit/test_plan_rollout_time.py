@@ -13,18 +13,21 @@ from llmx.models.attention import AttentionMethod
 from llmx.models.generate import Decoder, generate
 from llmx.models.sampling import Sampling
 from llmx.plan import Plan, make_plan
-from llmx.plan.geometry import Geometry, geometry
 from llmx.plan.memory import samples_of
+from llmx.plan.network import Network
 from llmx.plan.rollout_time import SamplerSpeed, Samples, server_problem
 from llmx.plan.types import DrawnSamples
-from tests.composing import composed, planned
+from tests.composing import planned
+from tests.composing import sized as composed
 from tests.live_memory import LiveMemory
 
 A100 = SamplerSpeed(flops_per_s=0.75 * 312e12, bytes_per_s=0.7 * 1555e9)
 V100 = SamplerSpeed(flops_per_s=0.4 * 125e12, bytes_per_s=0.7 * 900e9)
-SHAPE = Geometry(
-    num_parameters=7_000_000_000, hidden_size=4096, intermediate_size=11008, num_layers=32,
-    kv_size=1024, vocab_size=32000, query_size=4096,
+ATTENTION = 2.0 * 32 * 4096 * 1024
+SHAPE = Network(
+    7_000_000_000, 7_000_000_000, 0, 0, hidden_size=4096, intermediate_size=11008, num_layers=32,
+    kv_size=1024, vocab_size=32000, forward_flops=14e9 + ATTENTION, backward_flops=0.0,
+    attention_flops=ATTENTION, head_flops=0.0, rms_norm=True,
 )  # fmt: skip
 SAMPLES = Samples(
     SHAPE, width=2, num_prompts=16, drawn=DrawnSamples(8, new_tokens=256), seq_len=1024
@@ -45,7 +48,7 @@ def test_a_decoding_step_reads_the_weights_and_the_cache(
 
 
 def test_many_rows_are_limited_by_arithmetic_and_small_models_by_kernels() -> None:
-    without_cache = replace(SAMPLES, shape=replace(SHAPE, kv_size=0))
+    without_cache = replace(SAMPLES, network=replace(SHAPE, kv_size=0))
     flops = 2 * 7e9 + 4 * 32 * 4096 * 896
     expected = 1000 * flops / (0.4 * 125e12)
     assert without_cache.decoding_step_s(1000, V100) == pytest.approx(expected)
@@ -108,9 +111,9 @@ def test_two_updates_take_twice_the_training() -> None:
     assert not once.rollout.drawing_idle  # the ranks draw
 
 
+@pytest.mark.usefixtures("made_up_traces")
 def test_plan_prints_who_waits(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LLMX_TRACES", "off")
     assert run(parse("plan", MIXED)) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "completions of 256 tokens (assumed" in text
@@ -197,8 +200,9 @@ def test_what_is_predicted_is_what_drawing_allocates(
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 100,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
     }  # fmt: skip
-    shape = geometry("llama", config)
-    assert shape is not None
+    shape = replace(
+        SHAPE, hidden_size=64, intermediate_size=128, num_layers=3, vocab_size=100, kv_size=32
+    )
     network = LlamaForCausalLM(LlamaConfig(**config)).eval()
     network.set_attn_implementation("sdpa")
     attention = AttentionMethod("sdpa", "mask", "packed")

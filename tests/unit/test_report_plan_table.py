@@ -17,7 +17,7 @@ from llmx.observe.report.plan_table import batch_line, print_plan, time_rows
 from llmx.plan.choices import compared
 from llmx.plan.trace import Traces
 from llmx.plan.types import BatchPlan, HostPlan, MemoryPlan, Plan, RankPlan
-from tests.composing import composed
+from tests.composing import sized as composed
 
 COMMAND = (
     "cd /runs/mixed && DS_ENV_FILE=/runs/mixed/ds_env deepspeed --hostfile /runs/mixed/hostfile "

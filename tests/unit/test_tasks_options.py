@@ -202,7 +202,6 @@ def test_settings_that_a_rollout_does_not_take_are_refused(kind: str) -> None:
     assert task_problems(exp) == []
     (warning,) = task_warnings(exp)
     assert f"task={kind} generates its samples. The plan counts completions" in warning
-    assert ", without the key-value cache" in warning  # of a model that is not known
     exp.data.packing, exp.data.seq_len = "best_fit", 8
     exp.model.config["resid_pdrop"] = 0.1
     dropout, packing, length = task_problems(exp)

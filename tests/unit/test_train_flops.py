@@ -1,4 +1,4 @@
-"""Operations of a step: counted by hand, by PyTorch's own counter, and by the plan alike."""
+"""Operations of a step: counted by hand and by PyTorch's own counter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from transformers import (
 from llmx.config import experiment_from_dict
 from llmx.models.adapter import add_adapter
 from llmx.models.flops import ModelFlops, model_flops
-from llmx.plan.geometry import geometry
 from tests.rundirs import PARITY_MODELS
 from tests.small_models import CONVERTED, small_model
 
@@ -49,7 +48,7 @@ def of_step(flops: ModelFlops, *, square_tokens: int = LENGTH**2) -> float:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", sorted(COUNTED))
-def test_operations_are_those_that_pytorch_and_the_plan_count(kind: str, tied: bool) -> None:
+def test_operations_are_those_that_pytorch_counts(kind: str, tied: bool) -> None:
     dense = kind in PARITY_MODELS
     values = {**COUNTED[kind], "vocab_size": 90, "tie_word_embeddings": tied}
     more = {} if dense else {"experts_implementation": "eager"}
@@ -59,12 +58,6 @@ def test_operations_are_those_that_pytorch_and_the_plan_count(kind: str, tied: b
     # Eager attention computes all of the square, of which causal training needs half.
     ours = of_step(model_flops(model), square_tokens=2 * LENGTH**2)
     assert ours == pytest.approx(counted(model, use_cache=False), rel=0.01)
-    if dense and (tied or kind not in ("gpt2", "opt")):
-        shape = geometry(kind, values)
-        assert shape is not None
-        # The plan counts biases and norms, too, which are large in so small a model.
-        planned = shape.flops_per_token(LENGTH) * LENGTH
-        assert planned == pytest.approx(of_step(model_flops(model)), rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["bert", "megatron-bert"])
@@ -73,9 +66,6 @@ def test_an_encoder_attends_to_all_of_its_row(kind: str) -> None:
     model = AutoModelForMaskedLM.from_config(config, attn_implementation="eager")
     ours = of_step(model_flops(model, causal=False))
     assert ours == pytest.approx(counted(model), rel=0.01)
-    shape = geometry(kind, BERT)
-    assert shape is not None
-    assert shape.flops_per_token(LENGTH) * LENGTH == pytest.approx(ours, rel=0.05)
 
 
 @pytest.mark.parametrize(("kind", "values"), [("bert", BERT), ("llama", PARITY_MODELS["llama"])])

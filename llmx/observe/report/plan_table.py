@@ -24,13 +24,12 @@ from llmx.config import (
 )
 from llmx.config.accelerators import ACCELERATORS
 from llmx.config.fields import plain
-from llmx.config.model_rules import added_tokens
+from llmx.config.model_rules import added_tokens, whole_number
 from llmx.config.optimizers import EMBEDDINGS, HEAD, layer_factor
 from llmx.observe.page import Block, block, table
 from llmx.observe.report.screen import open_console, print_blocks
 from llmx.plan.by_device import checkpointing_by_device, checkpointing_on, in_words
 from llmx.plan.choices import Choice
-from llmx.plan.geometry import model_geometry
 from llmx.plan.trace import Traces
 from llmx.plan.types import (
     USABLE,
@@ -312,10 +311,10 @@ def _tokens_line(model: ModelConfig, adapter: AdapterConfig) -> str:
 def _rates_line(optim: OptimConfig, adapter: AdapterConfig, model: ModelConfig) -> str:
     """Learning rates of parts of the network; empty where there is one for all."""
     peak = optim.lr if adapter.lr is None else adapter.lr
-    shape, decay = model_geometry(model), optim.layer_decay
+    decay = optim.layer_decay
+    count = whole_number(model.network, "num_hidden_layers", "n_layer")
     words = []
-    if decay is not None and shape is not None:
-        count = shape.num_layers
+    if decay is not None and count is not None:
         places: dict[str, int | str] = {"embeddings": EMBEDDINGS, "layer 0": 0}
         places |= {f"layer {count - 1}": count - 1, "head": HEAD}
         words = [
