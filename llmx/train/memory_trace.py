@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llmx.config import Experiment, ModelConfig, experiment_from_dict
+from llmx.config.model_rules import added_tokens
 from llmx.config.optimizers import optimizer_of
 from llmx.data import collate
 from llmx.data.format.rows import Preference
@@ -41,7 +42,7 @@ from llmx.models.adapter import add_adapter, freeze, reach_line
 from llmx.models.attention import AttentionMethod, methods
 from llmx.models.blocks import Stack, recompute, stack_of
 from llmx.models.experts import Routing, expert_blocks
-from llmx.models.factory import DTYPES, build_model, padded_vocab, true_vocab
+from llmx.models.factory import DTYPES, build_model, padded_vocab, vocab_rows
 from llmx.models.flops import model_flops
 from llmx.models.isolation import turn_dropout_off
 from llmx.models.model import (
@@ -690,8 +691,8 @@ def _method(exp: Experiment, attention: str) -> AttentionMethod:
 def _config(exp: Experiment, spec: ModelSpec) -> Any:
     config = _known_config(exp.model)
     text = config.get_text_config()
-    if exp.model.init == "scratch":
-        rows = _true_rows(exp, text)
+    rows = _true_rows(exp, text)
+    if exp.model.init == "scratch" or rows > text.vocab_size:
         text.vocab_size = padded_vocab(rows, multiple_of=exp.model.pad_vocab_to_multiple_of)
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         number = getattr(text, token, None)
@@ -717,10 +718,11 @@ def _known_config(model: ModelConfig) -> Any:
 
 
 def _true_rows(exp: Experiment, text: Any) -> int:
-    """Rows of the vocabulary that count: of the tokenizer where it is on this machine."""
-    tokenizer = _tokenizer(exp) if exp.model.init == "scratch" else None
-    rows: int = text.vocab_size if tokenizer is None else true_vocab(tokenizer)
-    return rows
+    """Rows of the vocabulary that count (``vocab_rows``); those of the config where the tokenizer
+    is not on this machine."""
+    needs_tokenizer = exp.model.init == "scratch" or added_tokens(exp.model)
+    tokenizer = _tokenizer(exp) if needs_tokenizer else None
+    return text.vocab_size if tokenizer is None else vocab_rows(exp.model, text, tokenizer)
 
 
 def _tokenizer(exp: Experiment) -> Any:

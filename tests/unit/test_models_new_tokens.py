@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from llmx.plan.adapter import adapter_size
-from llmx.plan.geometry import model_geometry
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
@@ -21,8 +19,8 @@ from llmx.errors import ConfigError
 from llmx.models.adapter import load_adapted
 from llmx.models.factory import model_config, new_token_ids, true_vocab, vocab_rows
 from llmx.models.network_config import network_config
+from llmx.train.memory_trace import networks_of
 from tests.reference import VOCABULARY, word_tokenizer
-from tests.rundirs import PARITY_MODELS
 from tests.small_models import network_of, small_model
 from tests.unit.test_models_adapter import (
     adapted,
@@ -195,13 +193,14 @@ def test_an_adapter_trains_them_and_its_files_have_them(
 
 
 def test_the_plan_counts_them(tmp_path: Path) -> None:
-    sizes = {**PARITY_MODELS["llama"], "vocab_size": 90, "model_type": "llama"}
-    model = {"config": sizes, "pad_vocab_to_multiple_of": 1}
-    exp, plain = (
-        experiment(tmp_path, model={**model, **none}, adapter=ADAPTER) for none in ({}, NONE)
+    saved(tmp_path, "llama", rows=VOCABULARY)
+    model: dict[str, Any] = {"pad_vocab_to_multiple_of": 1}
+    ours, theirs = (
+        networks_of(experiment(tmp_path, model={**model, **none}, adapter=ADAPTER))["policy"]
+        for none in ({}, NONE)
     )
-    ours, theirs = model_geometry(exp.model), model_geometry(plain.model)
-    assert ours.vocab_size == 93
-    assert ours.num_parameters == theirs.num_parameters + 2 * 3 * 32
-    size, before = adapter_size(exp.model, exp.adapter), adapter_size(plain.model, plain.adapter)
-    assert size.trained == before.trained + 2 * 93 * 32
+    assert ours.vocab_size == VOCABULARY + 3
+    assert ours.num_parameters == theirs.num_parameters + 2 * 3 * ours.hidden_size
+    # Whoever adds tokens trains the embedding and the head with the adapter.
+    trained = theirs.num_trained + 2 * (VOCABULARY + 3) * ours.hidden_size
+    assert ours.num_trained == trained
