@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -175,6 +176,11 @@ def _trace(exp: Experiment, plan: Plan, keys: Sequence[TraceKey]) -> list[dict[s
             for key in keys
         ],
     }
+    print(
+        "Tracing a micro step of this network, for its memory and size: once for these settings.",
+        file=sys.stderr,
+        flush=True,
+    )
     answers: list[dict[str, Any]] | None = ask(
         PROGRAM, json.dumps(job), timeout_s=TIME_LIMIT_S, python_path=code_roots(exp.task)
     )

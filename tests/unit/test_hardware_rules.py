@@ -290,7 +290,7 @@ def test_a_plan_that_was_tampered_with_is_not_rendered() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("hosts:\n  a: {slots: 2}\n", "line 3: hardware.hosts must be a list"),
+        ("hosts:\n  a: {slots: 2}\n", "line 4: hardware.hosts must be a list"),
         ("hosts: a\n", "line 3: hardware.hosts must be a list"),
         ("env: [A=1]\n", "line 3: hardware.env must be a mapping"),
         ("devices: [a]\n", "line 3: hardware.devices must be a mapping"),
