@@ -4,17 +4,17 @@ The candidates are the combinations of ZeRO options, activation checkpointing an
 ``llmx.plan.choices`` has them, and of keys that were typed with several values. Each is planned.
 Those that differ by their micro batch alone are a *line*. The search begins with the candidate that
 is fastest by the plan, and changes its micro batch while that is faster. Then it tries the other
-lines in the order of their plans, at the micro batch of the best one or at the next one to it,
-where by what was measured they could be faster. Lines that only save memory (recomputed
-activations, an offload) could be so at a larger one alone. What it does next follows from what was
-measured alone, so a search that was killed goes on where it was.
+lines in the order of their plans: at the micro batch of the best one, and lines that only save
+memory (recomputed activations, an offload) at a larger one, where memory is what keeps it from
+growing. What it does next follows from what was measured alone, so a search that was killed goes on
+where it was.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import yaml
@@ -37,9 +37,6 @@ Axes = Mapping[str, Sequence[str]]
 Compose = Callable[[Sequence[str]], tuple[Experiment, list[str]]]
 """Overrides -> the completed experiment, and what is wrong with it."""
 
-Place = tuple[tuple[str, ...], int]
-"""Line and micro batch of a candidate."""
-
 MAX_CANDIDATES = 2000
 MAX_LINES = 8
 """Lines that are tried: the first by the plan."""
@@ -60,7 +57,7 @@ BACK_OFF = 0.8
 WORTH = 1.01
 """How much faster a candidate must be able to be."""
 ASSUMED_GAIN = 1.25
-"""What another micro batch or line gains at most, where neither was measured."""
+"""What doubling the micro batch gains, where it was not measured."""
 MANY_FAILURES = 3
 """Trials that fail for another reason than memory, before any ends well: the config is wrong."""
 
@@ -255,49 +252,10 @@ class Search:
     def next(self) -> tuple[Candidate, str] | None:
         """The next candidate and the reason; None where the search is over (``ended`` says why)."""
         best = self.best
-        if best is None:
-            return self._first()
-        tried_lines = {candidate.line for candidate in self.trials}
-        bounds = {
-            candidate: self._bound(candidate, best)
-            for candidate in self.candidates
-            if abs(candidate.micro - best.micro) <= 1
-            and (candidate.line in tried_lines or len(tried_lines) < MAX_LINES)
-            and self._is_open(candidate)
-        }
-        steps = [candidate for candidate, bound in bounds.items() if bound >= WORTH]
-        if not steps:
+        step = self._first() if best is None else next(self._beside(best), None)
+        if step is None and best is not None:
             self.ended = "no other candidate could be faster than the best"
-            return None
-        first = min(steps, key=lambda c: (c.line != best.line, -bounds[c], -c.speed))
-        size = {1: "a larger micro batch", -1: "a smaller micro batch"}
-        parts = [*(word for word in first.line if word not in best.line)]
-        parts += [size[first.micro - best.micro]] if first.micro != best.micro else []
-        return first, f"{' and '.join(parts)} may be faster"
-
-    def _bound(self, candidate: Candidate, best: Candidate) -> float:
-        """Highest speed of a candidate, as a multiple of that of the best one: what its micro batch
-        and its line have brought where both were measured, else what they may bring."""
-        lines = {trial.line for trial in self.trials}
-        size, next_size = best.micro, candidate.micro
-        gains = [1.0]
-        if size != next_size:
-            gains = (
-                self._ratios(((line, size), (line, next_size)) for line in lines)
-                or self._ratios(((line, 2 * size - next_size), (line, size)) for line in lines)
-                or [ASSUMED_GAIN]
-            )
-        if candidate.line == best.line:
-            return max(gains)
-        tried_sizes = {trial.micro for trial in self.trials}
-        bound = candidate.at_most / best.at_most
-        measured = self._ratios(((best.line, s), (candidate.line, s)) for s in tried_sizes)
-        return max(gains) * max(measured or [bound if bound < 1 else ASSUMED_GAIN * bound])
-
-    def _ratios(self, pairs: Iterable[tuple[Place, Place]]) -> list[float]:
-        """How much faster the second of two candidates is, where both were measured."""
-        speeds = [[self._speed(self._at.get(place)) for place in pair] for pair in pairs]
-        return [after / before for before, after in speeds if before and after]
+        return step
 
     def why_not(self, candidate: Candidate) -> tuple[str, bool]:
         """Why a candidate that was not tried cannot run, and whether a trial has shown it; empty
@@ -308,7 +266,8 @@ class Search:
             if trial.outcome not in NO_MEMORY:
                 continue
             needs_as_much = candidate.memory_gib >= smaller.memory_gib > 0
-            is_alike = candidate.line == smaller.line or needs_as_much
+            is_as_plain = candidate.at_most >= smaller.at_most
+            is_alike = candidate.line == smaller.line or (needs_as_much and is_as_plain)
             if is_alike and candidate.micro >= smaller.micro:
                 return f"trial {trial.index} ran out of memory and needs no more", True
             if candidate.memory_gib > SAFELY_MORE * smaller.memory_gib > 0:
@@ -337,9 +296,13 @@ class Search:
         trial = self.trials.get(candidate) if candidate else None
         return (trial.tokens_per_s or 0.0) if trial and trial.outcome == "ok" else 0.0
 
-    def _is_open(self, candidate: Candidate) -> bool:
+    def _is_open(self, candidate: Candidate | None) -> bool:
         """Whether a candidate may be tried."""
-        return candidate not in self.trials and not self.why_not(candidate)[0]
+        return (
+            candidate is not None
+            and candidate not in self.trials
+            and not self.why_not(candidate)[0]
+        )
 
     def _first(self) -> tuple[Candidate, str] | None:
         """The next one while no trial has ended well."""
@@ -368,6 +331,53 @@ class Search:
         if over:
             return fastest, "by the plan the fastest of those that need clearly less"
         return fastest, "by the plan the fastest that fits"
+
+    def _beside(self, best: Candidate) -> Iterator[tuple[Candidate, str]]:
+        """Candidates that could be faster than the best, the most promising first."""
+        for direction, word in ((1, "larger"), (-1, "smaller")):
+            other = self._moved(best, direction)
+            if other and self._is_open(other) and not self._was_slower(best, direction):
+                yield other, f"a {word} micro batch may be faster"
+        up = self._moved(best, 1)
+        is_full = up is not None and (self._ran_out(up) or bool(self.why_not(up)[0]))
+        down = self._speed(self._moved(best, -1))
+        gain = self._speed(best) / down if down else ASSUMED_GAIN
+        steps: list[tuple[Candidate, str]] = []
+        tried_lines = {candidate.line for candidate in self.trials}
+        for line in dict.fromkeys(candidate.line for candidate in self.candidates):
+            alike, larger = self._at.get((line, best.micro)), self._at.get((line, best.micro + 1))
+            smaller = self._at.get((line, best.micro - 1))
+            if line == best.line or (line not in tried_lines and len(tried_lines) >= MAX_LINES):
+                continue
+            text = " ".join(word for word in line if word not in best.line)
+            if alike and alike.at_most >= best.at_most:
+                if self._is_open(alike):
+                    steps.append((alike, f"{text} may be faster"))
+                elif gain < ASSUMED_GAIN and not self._speed(alike) and self._is_open(smaller):
+                    assert smaller is not None
+                    steps.append((smaller, f"{text} may be faster, with a smaller micro batch"))
+            if is_full and larger and self._is_open(larger):
+                bound = gain * larger.at_most / best.at_most
+                less = larger.memory_gib < (up.memory_gib if up else 0.0)
+                if bound >= WORTH and (less or larger.at_most < best.at_most):
+                    steps.append((larger, f"{text} leaves memory for that"))
+        yield from sorted(steps, key=lambda step: (step[0].at_most < best.at_most, -step[0].speed))
+
+    def _moved(self, candidate: Candidate, direction: int) -> Candidate | None:
+        """The same with the next micro batch, a larger or a smaller one."""
+        return self._at.get((candidate.line, candidate.micro + direction))
+
+    def _was_slower(self, best: Candidate, direction: int) -> bool:
+        """Whether the same change of the micro batch was slower on another line."""
+        return any(
+            0 < self._speed(self._moved(trial, direction)) < 0.97 * self._speed(trial)
+            for trial in self.trials
+            if trial.micro == best.micro
+        )
+
+    def _ran_out(self, candidate: Candidate) -> bool:
+        trial = self.trials.get(candidate)
+        return trial is not None and trial.outcome in NO_MEMORY
 
     def word_of(self, candidate: Candidate) -> str:
         """The outcome of a candidate, in a word or two."""

@@ -257,7 +257,10 @@ def ask_hosts(exp: Experiment, plan: Plan) -> dict[str, dict[str, Any]]:
     """Host -> its survey, by an agent there; ``{"error": why}`` for one that does not answer."""
     with scratch_directory() as directory:
         spec = make_spec(exp, plan, RunDir(directory), port=0)
-        connections = start_agents(spec, queue.Queue())
+        try:
+            connections = start_agents(spec, queue.Queue())
+        except OSError as error:  # no ssh on this machine
+            return {host.name: {"error": str(error)} for host in plan.hosts}
         try:
             surveys, problems = survey_hosts(spec, connections, is_alone=True)
         finally:

@@ -103,7 +103,7 @@ def known_of(trial: Trial, objective: str) -> str:
     for name in dict.fromkeys((objective, "memory_gib")):
         value, measure = trial.value(name), measure_of(name, [trial])
         if value is not None:
-            texts.append(measure.sentence.format(measure.shown(value)))
+            texts.append(measure.sentence.replace("{}", measure.shown(value)))
     return ", ".join(texts)
 
 
@@ -155,17 +155,18 @@ def failures(trials: Sequence[Trial]) -> list[str]:
     for trial in trials:
         apart = trial.failed or trial.outcome in (*NOT_RUN, STOPPED)
         text = "; ".join(part for part in (trial.cause, trial.fix) if part)
-        if apart and text and not (trial.outcome == "same" and trial.same_as is not None):
+        is_said = text or trial.failed
+        if apart and is_said and not (trial.outcome == "same" and trial.same_as is not None):
             groups.setdefault((trial.word, text), []).append(trial)
     return [
-        f"{_labels(group)} {word}: {human.one_line(text, limit=400)}"
+        f"{_labels(group)} {word}" + (f": {human.one_line(text, limit=400)}" if text else "")
         for (word, text), group in groups.items()
     ]
 
 
 def _labels(trials: Sequence[Trial]) -> str:
     """The numbers of trials in brackets: ``[3]``, ``[3, 5, 6]``."""
-    return f"[{', '.join(str(trial.index) for trial in trials)}]"
+    return f"[{', '.join(map(str, sorted(trial.index for trial in trials)))}]"
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def summary_rows(run: Run, *, is_brief: bool = False) -> list[tuple[str, str]]:
         rows.append(("attempts", f"{len(run.attempts)} ended" + (f"   ({newest})" if ends else "")))
     measured_gib = [line["memory_gib"] for line in run.train if line.get("memory_gib")]
     if measured_gib:
-        peaks: list[float] = measured_gib[-1]
+        peaks: list[float] = max(measured_gib, key=max)
         text = f"{human.gib(max(peaks))} GiB on the fullest rank"
         if len(peaks) > 1:
             text += f" ({peaks.index(max(peaks))}), {human.gib(min(peaks))} on the emptiest"

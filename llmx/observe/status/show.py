@@ -49,6 +49,8 @@ def panel(run: Run, plain: bool = False) -> Group:
     if run.took_s is not None:
         head.append(f"  {duration_text(run.took_s)}", style="dim")
     curve = sparkline([loss for _, loss in run.losses], plain=plain)
+    if run.is_lost:
+        curve += "   not finite"
     metrics = ", ".join(shown_metrics(run, run.last))
     rows = [
         *progress_rows(run, plain=plain),

@@ -140,12 +140,15 @@ class Snapshot:
         ]
         omitted = len(self.running) - SHOWN_RUNNING
         notes = [self.note] if self.note else []
+        failed = failures(self.failed[::-1])
+        if len(failed) > SHOWN_FAILED:
+            notes.append(f"and {plural(len(failed) - SHOWN_FAILED, 'earlier kind')} of failure")
         blocks = [
             block("heading", f"{shorter_path(self.sweep.directory)}  {bar}"),
             block("text", f"  {self.counts()}"),
             table(running),
             block("text", f"  and {omitted} more" if omitted > 0 else ""),
-            block("list", [*notes, *failures(self.failed)[-SHOWN_FAILED:]]),
+            block("list", [*notes, *failed[:SHOWN_FAILED][::-1]]),
             block("heading", best_and_command(self.sweep)[0]),
         ]
         return Group(*rendered(blocks, is_blank=False))
