@@ -262,7 +262,10 @@ class TensorFile:
         """
         spec, offset = self._entries[key]
         position = offset + start * ITEM_BYTES[spec.dtype]
-        view = as_bytes(out)[: (stop - start) * ITEM_BYTES[spec.dtype]]
+        size = (stop - start) * ITEM_BYTES[spec.dtype]
+        view = as_bytes(out)[:size]
+        if len(view) != size:
+            raise ValueError(f"{key!r}: {len(view)} bytes have no room for {size}")
         while len(view):
             count = os.preadv(self._descriptor, [view[: 2**30]], position)
             if count == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def read_words(path: Path) -> list[str] | Experiment:
 
     from llmx.compose.hydra_config import leaves
     from llmx.config import experiment_of_snapshot
-    from llmx.config.yaml_files import check_key, read_yaml, values_of
+    from llmx.config.yaml_files import check_key, check_value, read_yaml, values_of
 
     if not path.is_file():
         raise ConfigError(f"{path}: no such file. Give an experiment file, or key=value.")
@@ -101,7 +102,9 @@ def read_words(path: Path) -> list[str] | Experiment:
     for key, value in node.value if node else ():
         name = str(key.value)
         is_option = name in (*GROUPS, *ALIASES) and isinstance(value, ScalarNode)
-        if not (is_option or "/" in name or name.split(".")[0] in ("defaults", "hydra", "<<")):
+        if is_option or "/" in name:
+            check_value(path, name, value, str)
+        elif name.split(".")[0] not in ("defaults", "hydra", "<<"):
             check_key(path, name, key, value)
     if "schema_version" in values:
         return experiment_of_snapshot(values, source=str(path))
@@ -166,7 +169,9 @@ def sweep_overrides(path: Path) -> list[str]:
         )
     (grid,) = (value for key, value in node.value if key.value == "grid")
     for key, choices in grid.value:
-        is_text = lookup(key.value)[0] is str
+        hint = lookup(key.value)[0]
+        is_option = "/" in key.value or dataclasses.is_dataclass(hint)
+        is_text = is_option or hint is str
         for choice in choices.value if is_text and isinstance(choices, SequenceNode) else ():
             check_value(path, key.value, choice, str)
     axes = []

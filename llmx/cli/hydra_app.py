@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import os
 import signal
 import subprocess
@@ -97,21 +98,26 @@ def show_config(words: Words) -> int:
     from llmx.compose.hydra_config import hydra_for
     from llmx.config import known_keys
     from llmx.config.build import shown
-    from llmx.config.groups import key_problem
 
     typed, show = checked(words), words.show
     part = show.get("--package")
-    if part and not part.startswith("hydra") and key_problem(part):
-        raise ConfigError(
-            f"--package {shown(part)}: the config has no such part."
-            f"{did_you_mean(part[:100], sorted(known_keys()))} See all of it with --cfg job."
-        )
     with hydra_for(typed, words.config_dirs) as (hydra, places):
         if "--info" in show:
             hydra.show_info(show["--info"], "config", [*places, *typed])
         else:
             resolve = "--resolve" in show
-            hydra.show_cfg("config", [*places, *typed], show["--cfg"], part, resolve=resolve)
+            silence = contextlib.redirect_stderr(io.StringIO())
+            try:
+                with silence if part else contextlib.nullcontext():
+                    hydra.show_cfg(
+                        "config", [*places, *typed], show["--cfg"], part, resolve=resolve
+                    )
+            except SystemExit:  # how Hydra ends where the config has no such part
+                raise ConfigError(
+                    f"--package {shown(part)}: the config has no such part."
+                    f"{did_you_mean(str(part)[:100], sorted(known_keys()))} See all of it with "
+                    "--cfg job."
+                ) from None
     return 0
 
 

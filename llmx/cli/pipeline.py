@@ -25,6 +25,7 @@ from llmx.config.groups import PIPELINES, key_problem
 from llmx.config.yaml_files import read_yaml
 from llmx.data.source.files import DEMO_DIRECTORY
 from llmx.errors import ConfigError, LlmxError, did_you_mean
+from llmx.lifecycle.knowledge import informed
 from llmx.observe.run import Run
 from llmx.observe.status.show import evaluated
 from llmx.run.rundir import RunDir, read_mapping, write_json
@@ -178,7 +179,11 @@ def check_all(stages: Sequence[Stage]) -> None:
         # Of a model that is still to be trained: the name of one that nobody has seen.
         words = [_UNSEEN.sub(r"stage/\1", word) for word in typed]
         try:
-            exp = composed_line(parse("train", words)).experiment
+            composed = composed_line(parse("train", words))
+            exp = composed.experiment
+            # The network itself knows the names of its layers, where it is there already.
+            if words == typed and (exp.adapter.kind != "none" or exp.model.freeze):
+                informed(composed)
         except LlmxError as error:
             raise type(error)(f"stage {stage.name}: {error}") from error
         if exp.launch.detach or exp.launch.slurm.submit or exp.launch.transport == "external":

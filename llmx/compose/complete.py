@@ -411,7 +411,8 @@ class _Paths:
             self._check_glob(path, where)
             return full
         found = self._resolved(path, where, _DATASET_ID, "data set")
-        is_here = self._all_here and found == full and os.path.exists(full)
+        is_new = self._all_here and path not in self._former
+        is_here = is_new and found == full and os.path.exists(full)
         if is_here and (problem := _unreadable(Path(full))):
             self.problems.append(f"{where}={shown(path)}: {problem}.")
         return found

@@ -167,7 +167,7 @@ def _defaults(
             if entry.value == "_self_":
                 continue
             chosen = group
-        elif isinstance(entry, yaml.MappingNode) and len(entry.value) == 1:
+        elif is_list and isinstance(entry, yaml.MappingNode) and len(entry.value) == 1:
             key, value = entry.value[0]
             names = value.value if isinstance(value, yaml.SequenceNode) else [value]
             if match := _ENTRY.match(str(key.value)):
@@ -181,7 +181,7 @@ def _defaults(
         if last in GROUPS and last != group and "override" not in override:
             raise ConfigError(
                 f"{place}: a group of the config is chosen by override. Write - override /{last}: "
-                f"{shown(names[0].value)}."
+                f"{shown(names[0].value) if names else 'OPTION'}."
             )
         if len(names) > 1 and chosen in GROUPS:
             mix = " Mix data sets with data.sources." if chosen == "data" else ""

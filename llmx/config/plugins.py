@@ -21,7 +21,7 @@ from llmx.errors import ConfigError
 
 @dataclass(frozen=True)
 class Plugins:
-    """The plugins of one kind. As a rule of a field (``fields.choice_or``), it takes installed
+    """The plugins of one kind. As a rule of a field (``fields.choice``), it takes installed
     ones."""
 
     noun: str

@@ -341,8 +341,9 @@ COLUMNS = (
     "prompt response label chosen rejected margin responses answers desirable"
 ).split()
 """Our names of columns: the keys of ``data.columns``."""
-MAPPED = ("prompt", "label", "history")
-"""Our names of a labelled row's columns: the keys of ``data.data_map``."""
+MAPPED = ("prompt", "label", "history", "query", "positive")
+"""Our names of the columns of a labelled row, and of a pair of texts: the keys of
+``data.data_map``."""
 
 
 def data_problems(data: DataConfig) -> Iterator[str]:

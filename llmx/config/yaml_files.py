@@ -119,10 +119,12 @@ def check_value(path: Path, where: str, node: yaml.Node, hint: Any) -> None:
         raise ConfigError(f"{path}, line {node.start_mark.line + 1}: {problem}")
     if isinstance(node, yaml.MappingNode):
         for key, item in node.value:
+            if key.value == "<<":
+                continue
             if kind is dict:
                 check_value(path, where, key, str)
                 check_value(path, f"{where}.{key.value}", item, args[1])
-            elif is_section and key.value != "<<":
+            elif is_section:
                 check_key(path, f"{where}.{key.value}" if where else key.value, key, item)
     elif kind is list:
         for index, item in enumerate(node.value):

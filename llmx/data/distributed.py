@@ -10,6 +10,7 @@ that has the store, else the first of all, prepares it; the storages that lack i
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -82,8 +83,12 @@ def _facts(spec: DatasetSpec | None) -> dict[str, Any]:
     where this rank leads no host."""
     if spec is None:
         return {}
+    digests = {
+        key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+        for key, value in spec.identity.items()
+    }
     return {
-        "identity": spec.identity,
+        "identity": digests,
         "path": str(spec.split.path),
         "name": spec.path.name,
         "store": find_store(spec) is not None,
@@ -94,12 +99,10 @@ def _check_same(facts: Mapping[str, dict[str, Any]]) -> None:
     """Raise DataError where a host has other data than the first one. ``facts``: by host."""
     first, here = next(iter(facts.items()))
     for host, there in facts.items():
-        keys = here["identity"] | there["identity"]
-        different = [key for key in keys if here["identity"].get(key) != there["identity"].get(key)]
-        if different:
+        if different := {key for key, _ in here["identity"].items() ^ there["identity"].items()}:
             raise DataError(
                 f"{host} would train on other data than {first}: different there: "
-                f"{', '.join(different)} (sources are the bytes of {here['path']}). Give "
+                f"{', '.join(sorted(different))} (sources are the bytes of {here['path']}). Give "
                 "both the same files, e.g. by launch.sync=rsync with launch.sync_extra, and the "
                 "same llmx."
             )

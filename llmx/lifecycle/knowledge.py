@@ -20,6 +20,7 @@ from typing import Any
 
 import llmx
 from llmx.compose.complete import Composed, plan_experiment, refusal
+from llmx.compose.task_rules import model_sources
 from llmx.config import Experiment
 from llmx.config.build import to_dict
 from llmx.config.user_code import code_roots
@@ -200,11 +201,18 @@ def fingerprint(exp: Experiment, plan: Plan, key: TraceKey | None = None) -> str
         with contextlib.suppress(OSError):  # a task of the user's own is not there
             code.update((package / name).read_bytes())
     model = replace(exp.model, activation_checkpointing="none", license=None, name="")
+    sources: list[tuple[str, str | None]]
+    sources = [(path, None) for path in model_sources(exp.task).values()]
+    sources += [(model.path, model.revision)] if model.path else []
     parts = {
         "model": asdict(model),
-        "files": read_mapping(Path(exp.model.path or "").expanduser() / "config.json"),
-        "commit": exp.model.path
-        and hub_commit(exp.model.path, kind="models", revision=exp.model.revision),
+        "networks": [
+            [
+                read_mapping(Path(path).expanduser() / "config.json"),
+                hub_commit(path, kind="models", revision=revision),
+            ]
+            for path, revision in sources
+        ],
         "tokenizer": exp.model.tokenizer,
         "adapter": asdict(exp.adapter),
         "groups": [exp.optim.kind, exp.optim.weight_decay, exp.optim.layer_decay,

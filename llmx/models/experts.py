@@ -15,12 +15,13 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from llmx.errors import ConfigError
+from llmx.models.loss import to_device
 
 PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 """Parameters of ``load_balancing_loss_func`` in nearly all of transformers' models."""
@@ -33,10 +34,11 @@ class Routing:
         self.routers = list(_routers(model))
         self.coefficient = 0.0
         if _wants_loss(model):
-            self._num_experts, self._top_k, self.coefficient = _loss_options(model, self.routers)
+            self._num_experts, self._top_k = _loss_arguments(model, self.routers)
+            self.coefficient = _coefficient(model) or 0.0
         self._active = False
-        self._recorded: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        """Logits [N, experts] of each router, and the experts [N, k] that it chose."""
+        self._logits: list[torch.Tensor] = []
+        self._chosen: list[torch.Tensor | None] = []
         self._auxiliary: torch.Tensor | None = None
         self.auxiliary_sum: torch.Tensor | None = None
         """Sum over the lines of the step so far: tokens of the line x its auxiliary loss."""
@@ -54,14 +56,14 @@ class Routing:
             self._has_hooks = True
             for module, index in self.routers:
                 module.register_forward_hook(self._recorder(index))
-        self._active, self._recorded = True, []
+        self._active, self._logits, self._chosen = True, [], []
         try:
             yield
         finally:
             # Before the backward pass, where activation checkpointing runs the routers again.
             self._active = False
-        self._take((segment_ids > 0).sum(dim=1).tolist(), length=segment_ids.shape[1])
-        self._recorded = []
+        self._take(segment_ids)
+        self._logits, self._chosen = [], []
 
     def objective(self, loss: torch.Tensor, *, factor: float) -> torch.Tensor:
         """``loss`` with the weighted auxiliary loss of the last forward.
@@ -79,34 +81,37 @@ class Routing:
         def record(_module: nn.Module, _inputs: Any, output: Any) -> None:
             if self._active:
                 parts = output if isinstance(output, tuple) else (output,)
-                logits = parts[index].reshape(-1, parts[index].shape[-1])
-                self._recorded.append((logits, _chosen(parts, num_tokens=len(logits))))
+                logits = parts[index]
+                self._logits.append(logits.reshape(-1, logits.shape[-1]))
+                self._chosen.append(_chosen(parts, num_tokens=len(self._logits[-1])))
 
         return record
 
-    def _take(self, tokens: list[int], *, length: int) -> None:
-        """Count what was recorded of lines of ``length`` positions, whose first ``tokens`` are no
-        padding. Known on the CPU: nothing waits for a device."""
-        lines = [slice(at * length, at * length + count) for at, count in enumerate(tokens)]
-        loads = [
-            torch.stack([_count(chosen[line], experts=logits.shape[-1]) for line in lines]).sum(0)
-            for logits, chosen in self._recorded
-            if chosen is not None and len(chosen) == len(tokens) * length
-        ]
-        if loads:
-            load = torch.stack(loads)
-            self.load = load if self.load is None else self.load + load
-        if self.coefficient:
-            losses = [
-                count
-                * auxiliary_loss(
-                    [logits[line] for logits, _ in self._recorded],
-                    num_experts=self._num_experts,
-                    top_k=self._top_k,
-                )
-                for line, count in zip(lines, tokens, strict=True)
+    def _take(self, segment_ids: torch.Tensor) -> None:
+        num_lines, length = segment_ids.shape
+        device = self._logits[0].device
+        # Padding gets a line of its own, which is left out. Known on the CPU: nothing waits.
+        line = torch.arange(num_lines)[:, None].expand(-1, length)
+        line = to_device(line.where(segment_ids > 0, num_lines).reshape(-1), device)
+        tokens = to_device((segment_ids > 0).sum(dim=1).float(), device)
+        with torch.no_grad():
+            loads = [
+                _count(line < num_lines, line.clamp(max=0), chosen, experts=logits.shape[-1])[0]
+                for logits, chosen in zip(self._logits, self._chosen, strict=True)
+                if chosen is not None and len(chosen) == len(line)
             ]
-            self._auxiliary = torch.stack(losses).sum()
+            if loads:
+                load = torch.stack(loads)
+                self.load = load if self.load is None else self.load + load
+        if self.coefficient:
+            line_losses = auxiliary_losses(
+                self._logits,
+                line,
+                tokens=tokens,
+                num_experts=self._num_experts,
+                top_k=self._top_k,
+            )
+            self._auxiliary = (line_losses * tokens).sum()
             summed = self._auxiliary.detach()
             before = self.auxiliary_sum
             self.auxiliary_sum = summed if before is None else before + summed
@@ -132,23 +137,42 @@ class Routing:
         return measured
 
 
-def auxiliary_loss(logits: list[torch.Tensor], *, num_experts: int, top_k: int) -> torch.Tensor:
-    """``load_balancing_loss_func`` of transformers for one line, without its table of tokens x
-    experts: fp32 with a graph. ``logits``: of each router, [tokens, experts]."""
-    counts, sums = (torch.zeros(num_experts, device=logits[0].device) for _ in range(2))
+def auxiliary_losses(
+    logits: list[torch.Tensor],
+    line: torch.Tensor,
+    *,
+    tokens: torch.Tensor,
+    num_experts: int,
+    top_k: int,
+) -> torch.Tensor:
+    """``load_balancing_loss_func`` of transformers for each line [B], fp32 with a graph.
+
+    Args:
+        logits: of each router, [N, experts] for the N = B x T positions.
+        line: [N], the line of each position, B for padding.
+        tokens: [B], positions of each line without padding.
+    """
+    num_lines = len(tokens)
+    counts = torch.zeros(num_lines + 1, num_experts, device=tokens.device)
+    sums = torch.zeros(num_lines + 1, num_experts, device=tokens.device)
     for router_logits in logits:
         probabilities = router_logits.float().softmax(dim=-1)
         chosen = probabilities.detach().topk(top_k, dim=-1).indices
-        counts = counts + _count(chosen, experts=num_experts)
-        sums = sums + probabilities.sum(dim=0)
-    visits = max(1, len(logits) * len(logits[0]))
-    return num_experts * ((counts / visits) * (sums / visits)).sum()
+        everywhere = torch.ones_like(line, dtype=torch.bool)
+        counts = counts + _count(everywhere, line, chosen, experts=num_experts, lines=num_lines + 1)
+        sums = sums.index_add(0, line, probabilities)
+    visits = (tokens * len(logits)).clamp(min=1)[:, None]
+    return num_experts * ((counts[:-1] / visits) * (sums[:-1] / visits)).sum(dim=1)
 
 
-def _count(chosen: torch.Tensor, *, experts: int) -> torch.Tensor:
-    """[experts]: how often each of them was chosen."""
-    table = torch.zeros(experts, device=chosen.device)
-    return table.scatter_add_(0, chosen.reshape(-1), table.new_ones(chosen.numel()))
+def _count(
+    counted: torch.Tensor, line: torch.Tensor, chosen: torch.Tensor, *, experts: int, lines: int = 1
+) -> torch.Tensor:
+    """[lines, experts]: how many of the ``counted`` positions of each line chose each expert."""
+    place = (line[:, None] * experts + chosen).reshape(-1)
+    weight = counted[:, None].expand_as(chosen).reshape(-1).float()
+    table = torch.zeros(lines * experts, device=chosen.device)
+    return table.scatter_add_(0, place, weight).view(lines, experts)
 
 
 def _chosen(parts: tuple[Any, ...], *, num_tokens: int) -> torch.Tensor | None:
@@ -188,31 +212,39 @@ def _wants_loss(model: nn.Module) -> bool:
     return any(getattr(config, "output_router_logits", False) for config in configs)
 
 
+def _coefficient(model: nn.Module) -> float | None:
+    """The weight of the auxiliary loss; None if the model has none."""
+    config: Any = model.config
+    for name in ("router_aux_loss_coef", "aux_loss_coef"):  # JetMoe's is the second
+        for place in (model, config.get_text_config()):
+            if (value := getattr(place, name, None)) is not None:
+                return float(value)
+    return None
+
+
 def _loss_function(model: nn.Module) -> Any:
     module = sys.modules[type(model).__module__]
     return getattr(module, "load_balancing_loss_func", None)
 
 
-def _loss_options(model: nn.Module, routers: list[Any]) -> tuple[int, int, float]:
-    """Number of experts, experts of a token and the weight of the auxiliary loss; refuses what has
-    another one."""
-    function, text = _loss_function(model), cast(Any, model.config).get_text_config()
+def _loss_arguments(model: nn.Module, routers: list[Any]) -> tuple[int, int]:
+    """Number of experts, and experts of a token; refuses what has another auxiliary loss."""
+    function = _loss_function(model)
     experts, top_k = (getattr(model, name, None) for name in ("num_experts", "num_experts_per_tok"))
-    weights = [
-        getattr(place, name, None)
-        for name in ("router_aux_loss_coef", "aux_loss_coef")  # JetMoe's is the second
-        for place in (model, text)
-    ]
-    coefficient = next((float(weight) for weight in weights if weight is not None), None)
-    is_known = function and list(inspect.signature(function).parameters) == PARAMETERS
-    has_numbers = isinstance(experts, int) and isinstance(top_k, int)
-    if is_known and routers and has_numbers and coefficient is not None:
-        return cast(int, experts), cast(int, top_k), coefficient
-    raise ConfigError(
-        f"model.config.output_router_logits=true asks for the auxiliary loss of a mixture of "
-        f"experts, and {type(model).__name__} has none that llmx knows how to split over "
-        "ranks. Set model.config.output_router_logits=false."
-    )
+    if (
+        function is None
+        or not routers
+        or list(inspect.signature(function).parameters) != PARAMETERS
+        or not isinstance(experts, int)
+        or not isinstance(top_k, int)
+        or _coefficient(model) is None
+    ):
+        raise ConfigError(
+            f"model.config.output_router_logits=true asks for the auxiliary loss of a mixture of "
+            f"experts, and {type(model).__name__} has none that llmx knows how to split over "
+            "ranks. Set model.config.output_router_logits=false."
+        )
+    return experts, top_k
 
 
 def accept_masks(model: nn.Module) -> None:

@@ -143,7 +143,8 @@ def decoder_of(model: Any, *, try_padding: bool = False) -> Decoder:
             layouts=["packed"],
             trust_remote_code=type(model).__module__.startswith("transformers_modules."),
         )
-        attention = trial.packed or attention
+        if trial.packed is not None and trial.packed.isolation == "mask":  # as decoding does
+            attention = trial.packed
     return Decoder(
         module=model,
         config=config,

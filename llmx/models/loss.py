@@ -117,7 +117,7 @@ class _TargetLogProbabilities(torch.autograd.Function):
 OfLogits = Callable[..., tuple[torch.Tensor, ...]]
 """A loss over whole distributions: of fp32 logits [rows, V], the targets int64 [rows], and those
 rows of whatever else it needs, it gives tensors [rows, ...]. It changes none of them in place, and
-each row of what it gives follows from that row alone."""
+each row of what it gives follows from that row alone. A micro batch without targets has 0 rows."""
 
 
 class _ValuesOfLogits(torch.autograd.Function):

@@ -146,13 +146,15 @@ class Traces:
 
     @classmethod
     def from_dict(cls, answers: Mapping[str, Any]) -> Traces:
-        """The traces in the ``traces.json`` of a run."""
-        return cls.of(
-            {
+        """The traces in the ``traces.json`` of a run; none where another llmx wrote it."""
+        try:
+            found = {
                 TraceKey(**answer["key"]): StepTrace.from_dict(answer["trace"])
                 for answer in answers.values()
             }
-        )
+        except (LookupError, TypeError, ValueError):
+            found = {}
+        return cls.of(found)
 
     @classmethod
     def of(cls, found: Mapping[TraceKey, StepTrace], problem: str = "") -> Traces:

@@ -515,7 +515,7 @@ def facts_of(network: nn.Module, config: Any, *, head: str, seq_len: int) -> Net
         intermediate_size=_first(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * hidden,
         num_layers=_first(text, "num_hidden_layers") or 1,
         kv_size=(_first(text, "num_key_value_heads") or heads) * head_width,
-        vocab_size=text.vocab_size,
+        vocab_size=_first(text, "vocab_size") or 0,
         forward_flops=forward,
         backward_flops=whole - forward if num_trained else 0.0,
         attention_flops=(whole - without_attention) / 3,
@@ -855,13 +855,16 @@ def _batch(exp: Experiment, task: Any, micro_batch: int, *, layout: str) -> dict
     }
     sample = Sample(np.zeros(length, dtype=np.uint32), targets, starts, columns=columns)
     with unset_fake_temporarily():
-        return collate(
+        batch = collate(
             [sample] * micro_batch,
             seq_len=length,
             pad_id=0,
             layout=layout,
             columns=all_columns or None,
         )
+        if task.draws:
+            batch["draw_seeds"] = torch.zeros(micro_batch * len(starts), dtype=torch.int64)
+    return batch
 
 
 def main(words: list[str]) -> int:

@@ -201,6 +201,22 @@ def test_a_text_that_yaml_reads_as_a_number_is_quoted(content, written, tmp_path
     assert any(written in word for word in checked(Words(overrides=(str(file),))))
 
 
+@pytest.mark.parametrize(
+    ("content", "number"),
+    [("data: 2024.10\n", "2024.10"), ("zero: 0x2\n", "0x2"), ("hardware/devices: 1e3\n", "1e3")],
+)
+def test_an_option_that_yaml_reads_as_a_number_is_quoted(content, number, tmp_path) -> None:
+    file, sweep = tmp_path / "my.yaml", tmp_path / "grid.yaml"
+    file.write_text(content)
+    message = f"YAML reads {number} as a number. Quote it: '{number}'"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        checked(Words(overrides=(str(file),)))
+    group = content.partition(":")[0]
+    sweep.write_text(f"grid: {{{group}: [{number}, other]}}\n")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        sweep_overrides(sweep)
+
+
 def test_whole_numbers_and_dates_may_be_text(tmp_path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text(

@@ -268,9 +268,12 @@ def test_what_a_task_gives_is_checked() -> None:
     assert check()["scores"].dtype == np.int32
     with pytest.raises(ConfigError, match=r"gave more, reference_logp, scores; `precomputed`"):
         check(more=torch.zeros(4))
-    with pytest.raises(ConfigError, match=r"reference_logp \(by sequence.*4 values have .*\(2,\)"):
+    with pytest.raises(ConfigError, match=r"reference_logp in the shape \(2,\); by sequence .*4"):
         check(reference_logp=torch.zeros(2))
     with pytest.raises(DataError, match=r"not finite: the frozen model overflows"):
         check(reference_logp=torch.tensor([0.0, float("-inf"), 0.0, 0.0]))
-    with pytest.raises(ConfigError, match=r"top \(by token.*9 values have .*\(7, 2\)"):
+    half = Column("half", per="sequence", dtype="float16")
+    with pytest.raises(DataError, match=r"column half .* not finite: the frozen model overflows"):
+        check_values({"half": torch.full((4,), 1e6)}, (half,), counts, task="own")
+    with pytest.raises(ConfigError, match=r"top in the shape \(7, 2\); by target token .*9, 2"):
         check_values({"top": torch.zeros(7, 2)}, (TOP,), {"target": 9}, task="own")

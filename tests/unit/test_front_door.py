@@ -196,6 +196,10 @@ def test_aliases_of_aliases_do_not_hang(llmx) -> None:
             "a group of the config is chosen by override. Write - override /zero: stage1.",
         ),
         ("override /data: [demo, file]", "data takes one option; of several, Hydra keeps the"),
+        (
+            "/zero: []",
+            "a group of the config is chosen by override. Write - override /zero: OPTION.",
+        ),
     ],
 )
 def test_what_a_file_chooses_is_checked(llmx, choice, message) -> None:

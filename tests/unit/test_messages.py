@@ -81,6 +81,7 @@ FILES = {
     "colon": b"kind: a: b\n", "alias": b"kind: *sgd\n", "list": b"- a\n", "mixed": b"lr: 1\n- a\n", "key": b"kidn: sgd\n",
     "latin1": b"kind: caf\xe9\n", "utf16": "lr: 1\n".encode("utf-16"), "bom": b"\xef\xbb\xbflr: 1\n", "zero": b"kind: a\x00b\n",
     "option": b"defaults:\n  - nope\n", "group": b"defaults:\n  - /zero: stage1\n", "defaults": b"defaults: adamw\n",
+    "mapping": b"defaults: {override /zero: stage3}\n",
     "relative": b"defaults:\n  - zero: stage1\n", "equals": b"lr: 1\nbeta2: =\n",
 }  # fmt: skip
 GRIDS = [

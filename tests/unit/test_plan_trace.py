@@ -122,6 +122,7 @@ def test_adapters_and_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 TASKS: dict[str, dict[str, Any]] = {
+    "noise in the embeddings": {"task": {"kind": "sft", "options": {"neftune_alpha": 5}}},
     "a stored reference": {"task": {"kind": "dpo"}},
     "a live reference": {"task": {"kind": "dpo", "options": {"reference": "live"}}},
     "the base of an adapter": {

@@ -230,8 +230,8 @@ def test_negatives_of_their_own_and_prompts(tmp_path: Path) -> None:
     [
         ({"question": "", "answer": "x"}, '"question" is empty'),
         ({"question": "x", "answer": " "}, '"answer" is empty'),
-        ({"question": "x"}, 'no column "answer"; the row has question'),
-        ({"answer": "x"}, 'no column "question"'),
+        ({"question": "x"}, '"answer" is no column of the row, which has question'),
+        ({"answer": "x"}, '"question" is no column of the row'),
         ({"question": "x", "answer": None}, '"answer" is null'),
         ({"question": "x", "answer": "x "}, "both texts are the same"),
         ({"question": "x", "answer": "y", "negatives": ["y"]}, "a negative is the positive itself"),

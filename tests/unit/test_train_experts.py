@@ -147,6 +147,20 @@ def test_an_auxiliary_loss_of_another_kind_is_refused() -> None:
         Routing(model)
 
 
+def test_what_goes_to_a_gpu_goes_from_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any other, the copy waits for all that the GPU has been given to do."""
+    copied: list[torch.Size] = []
+
+    def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        copied.append(values.shape)
+        return values
+
+    monkeypatch.setattr("llmx.models.experts.to_device", to_device)
+    model = model_of("mixtral")
+    run(model, Routing(model), [(5,), (4, 3)])
+    assert copied == [torch.Size([2 * 16]), torch.Size([2])]
+
+
 BESIDE_A_TOWER = """
 import sys
 from transformers import InternVLConfig, Qwen3MoeConfig

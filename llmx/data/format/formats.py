@@ -367,7 +367,18 @@ def _two_columns(fields: Fields) -> TextPair:
     columns = _pair_columns(fields) or next(
         (pair for pair in PAIRS if any(map(fields.has, pair))), PAIRS[0]
     )
-    return _pair_of(fields, {f'"{excerpt(fields.column(n))}"': fields.text(n) for n in columns})
+    for name in columns:
+        if fields.get(name) is None:
+            key, row = excerpt(fields.column(name)), names(fields.record.value) or "none"
+            problem = "is null" if fields.has(name) else f"is no column of the row, which has {row}"
+            raise Rejected(
+                "a pair without one of its texts",
+                f'"{key}" {problem}: a pair needs both texts. Map yours, e.g. '
+                "data.data_map.query=title data.data_map.positive=text.",
+            )
+    return _pair_of(
+        fields, [(f'"{excerpt(fields.column(name))}"', fields.text(name)) for name in columns]
+    )
 
 
 def _pair_of_turns(read: Turns) -> Reader:
@@ -376,22 +387,22 @@ def _pair_of_turns(read: Turns) -> Reader:
     def to_pair(fields: Fields) -> TextPair:
         *before, answer = read(fields)
         query = "\n".join(message.content for message in before)
-        return _pair_of(fields, {"the prompt": query, "the answer": answer.content})
+        return _pair_of(fields, [("the prompt", query), ("the answer", answer.content)])
 
     return to_pair
 
 
-def _pair_of(fields: Fields, sides: dict[str, str]) -> TextPair:
-    """Two texts by their names for messages, and those that do not belong to them: ``negatives`` (a
-    list), ``negative``, ``negative_1`` ... as far as they are there.
+def _pair_of(fields: Fields, sides: list[tuple[str, str]]) -> TextPair:
+    """Two texts, each with its name for messages, and those that do not belong to them:
+    ``negatives`` (a list), ``negative``, ``negative_1`` ... as far as they are there.
 
     Raises Rejected where one of the texts is empty, where the two are the same, or where a negative
     is one of them.
     """
-    for name, text in sides.items():
+    for name, text in sides:
         if not text.strip():
             raise Rejected("an empty text", f"{name} is empty: a pair needs both of its texts.")
-    query, positive = sides.values()
+    query, positive = (text for _, text in sides)
     if query.strip() == positive.strip():
         raise Rejected("a pair of equal texts", "both texts are the same:", query)
     negatives = tuple(_negatives(fields))

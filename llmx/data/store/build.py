@@ -21,7 +21,7 @@ import numpy as np
 
 from llmx import text as human
 from llmx.config import DataConfig
-from llmx.data.examples import Encoding
+from llmx.data.examples import Encoding, Schema
 from llmx.data.progress import PreparationProgress
 from llmx.data.source.records import (
     RejectedRecords,
@@ -209,10 +209,14 @@ def fates_of(
     renderer, fates = renderer_of(split, tokenizer, encoding), Fates()
     rejected, num_tokens = list[str](), 0
     encoder = ExampleEncoder(split, renderer, encoding, workers=1, proves=False)
+    schema = Schema(encoding.columns, encoding.name)
     for batch, examples in encoder.encoded(rows):
+        parts = [part for _, sequences in examples for part in sequences]
+        lengths, columns = [len(part.tokens) for part in parts], [part.columns for part in parts]
+        schema.values([example for example, _ in examples], lengths, columns)  # as a store would
         fates.add(batch.fates)
         rejected += [error.reason for error in batch.rejected]
-        num_tokens += sum(len(part.tokens) for _, parts in examples for part in parts)
+        num_tokens += sum(lengths)
     return {
         **vars(fates),
         "num_tokens": num_tokens,

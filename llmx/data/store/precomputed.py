@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from llmx.data.examples import Column, Schema, listed
+from llmx.data.examples import Column, listed
 from llmx.data.store.samples import (
     SampleStore,
     cannot_write,
@@ -184,14 +184,21 @@ def check_values(
             f"task={task}: precompute() gave {listed(tensors) if tensors else 'nothing'}; "
             f"`precomputed` declares {listed(column.name for column in columns)}."
         )
-    schema, values = Schema(tuple(columns), task, "precompute()"), {}
+    values: Values = {}
     for column in columns:
         array = np.asarray(tensors[column.name].detach().cpu().numpy())
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
+        shape = (counts[place(column)], *column.shape)
+        if array.shape != shape:
+            by = "target token" if column.per == "token" else column.per
+            raise ConfigError(
+                f"task={task}: precompute() gave {column.name} in the shape {array.shape}; by {by} "
+                f"it is {shape} here."
+            )
+        values[column.name] = array.astype(column.numpy_dtype)
+        if column.numpy_dtype.kind == "f" and not np.isfinite(values[column.name]).all():
             raise DataError(
                 f"The precomputed column {column.name} has a value that is not finite: the frozen "
                 "model overflows, or its weights are damaged. Check the model; with precision=fp16 "
                 "try precision=bf16 or fp32."
             )
-        values[column.name] = schema.array(column, array, counts[place(column)])
     return values

@@ -334,4 +334,6 @@ def _byte_places(rendering: Rendering) -> list[int]:
     places = [*itertools.chain.from_iterable(rendering.completions), len(text)]
     if text.isascii():
         return places
-    return [len(text[:place].encode("utf-8", "surrogatepass")) for place in places]
+    between = (text[start:stop] for start, stop in itertools.pairwise([0, *places]))
+    sizes = (len(part.encode("utf-8", "surrogatepass")) for part in between)
+    return list(itertools.accumulate(sizes))
