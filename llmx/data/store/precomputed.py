@@ -194,7 +194,8 @@ def check_values(
                 f"task={task}: precompute() gave {column.name} in the shape {array.shape}; by {by} "
                 f"it is {shape} here."
             )
-        values[column.name] = array.astype(column.numpy_dtype)
+        with np.errstate(over="ignore"):  # refused below
+            values[column.name] = array.astype(column.numpy_dtype)
         if column.numpy_dtype.kind == "f" and not np.isfinite(values[column.name]).all():
             raise DataError(
                 f"The precomputed column {column.name} has a value that is not finite: the frozen "
