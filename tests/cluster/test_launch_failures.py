@@ -29,8 +29,9 @@ def test_a_small_disk_of_one_host(make_cluster: Make, tmp_path: Path, need: Need
     overrides = ["launch.transport=ssh", "launch.sync=rsync", f"run_dir={runs}/x"]
     overrides += ["model.config.hidden_size=256", "model.config.intermediate_size=1024"]
     overrides += ["model.config.num_hidden_layers=4", "checkpoint.every_steps=2"]
-    run = start_llmx(cluster, tmp_path, overrides=overrides)
-    assert run.wait(timeout_s=60) == 2, run.output()
+    env = {"LLMX_TRACES": "on", "LLMX_CACHE": str(tmp_path / "traces")}
+    run = start_llmx(cluster, tmp_path, overrides=overrides, env=env)
+    assert run.wait(timeout_s=120) == 2, run.output()
     said = run.out.read_text()
     assert f"config: node-b: {runs}/x has " in said
     assert "the first one is removed only when the second is complete" in said

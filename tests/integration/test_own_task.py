@@ -50,6 +50,7 @@ def test_the_example_of_the_docs_trains_resumes_and_exports(
 ) -> None:
     # The first run also teaches later plans what this machine reaches.
     monkeypatch.setenv("LLMX_LEARNED", "on")
+    monkeypatch.setenv("LLMX_TRACES", "on")
     monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "cache"))
     code = example("class Dpo")
     assert len(code.splitlines()) < 80

@@ -138,6 +138,7 @@ def test_a_trial_teaches_where_no_other_shares_its_hosts(
         return supervised(exp, plan, run, **options)
 
     monkeypatch.setenv("LLMX_LEARNED", "on")
+    monkeypatch.setenv("LLMX_TRACES", "on")  # operations are those of the traced network
     monkeypatch.setenv("LLMX_CACHE", str(here / "cache"))
     monkeypatch.setattr("llmx.sweep.sweep.supervise", measured)
     assert main(["-m", "optim.lr=1e-3,2e-3", "zero=stage2", *SMALL, *words]) == 0
