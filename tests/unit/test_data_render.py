@@ -10,6 +10,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,9 @@ from llmx.data.source.records import Record
 from llmx.data.tokenize.conversations import Renderer, TokenSequence
 from llmx.data.tokenize.documents import TextEncoder
 from llmx.errors import ConfigError, DataError
-from llmx.tasks import tokenizer_of
+from llmx.tasks import prepare, tokenizer_of
 from tests.chat_templates import OF_TRL, PUBLISHED
-from tests.data_rows import CHATML, WHERE, chat, learned, turn
+from tests.data_rows import CHATML, WHERE, chat, learned, of_rows, sequences, turn
 from tests.small_tokenizers import byte_tokenizer
 
 LLAMA3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -395,3 +396,64 @@ def test_tools_of_all_rows_have_one_syntax():
     assert text(function) == own
     with pytest.raises(DataError, match=r"line 7.*no attribute 'description'.*on_bad_row=skip"):
         text({"name": "warm"})
+
+
+def of_case(
+    real_data: Path, tmp_path: Path, file: str, template: str, **data: Any
+) -> list[tuple[str, list[str]]]:
+    """(text, what is learned of it) of each row, as a run prepares them."""
+    tokenizer, _ = of_trl(template)
+    options = {"path": str(real_data / "cases" / file), "seq_len": 2048, "packing": "none", **data}
+    store = prepare(of_rows(tmp_path, [], **options), tokenizer)
+    rows = sequences(store)
+    return [(tokenizer.decode(row.tokens), learned(tokenizer, row)) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("case", "template", "call"),
+    [
+        (
+            "a04-calls-in-two-syntaxes",
+            "qwen3_5_think",
+            "<function=weather>\n<parameter=city>\nOslo",
+        ),
+        ("a04-calls-in-two-syntaxes", "qwen3_6", "<function=weather>\n<parameter=city>\nOslo"),
+        ("a04-calls-in-two-syntaxes", "gptoss", " to=functions.weather<|channel|>commentary json"),
+        ("a06-nemotron-calls", "nemotron_3_nano", "<function=weather>\n<parameter=city>\nOslo"),
+    ],
+)
+def test_calls_of_all_rows_have_one_syntax(
+    real_data: Path, tmp_path: Path, case: str, template: str, call: str
+):
+    rows = of_case(real_data, tmp_path, f"{case}/tools_mixed.jsonl", template)
+    assert [len(spans) for _, spans in rows] == [2, 3]
+    assert all(call in spans[0] and '{"name"' not in spans[0] for _, spans in rows)
+
+
+@pytest.mark.parametrize(
+    ("file", "template", "answer"),
+    [
+        ("think1.jsonl", "deepseek_r1_distill", "Easy sum.\n</think>\n\n4<|end_of_sentence|>"),
+        ("think.jsonl", "deepseek_r1_distill", "Easy sum.\n</think>\n\n4<|end_of_sentence|>"),
+        ("think.jsonl", "qwen3_5_think", "Easy sum.\n</think>\n\n4<|im_end|>"),
+        ("think.jsonl", "qwen3_6", "Easy sum.\n</think>\n\n4<|im_end|>"),
+    ],
+)
+def test_the_last_answer_is_learned_with_its_thought(
+    real_data: Path, tmp_path: Path, file: str, template: str, answer: str
+):
+    file = f"a08-r1-thinking/{file}"
+    ((_, spans),) = of_case(real_data, tmp_path, file, template, loss_on="last")
+    found = [span.replace("\uff5c", "|").replace("\u2581", "_") for span in spans]
+    assert found == [answer]
+
+
+def test_columns_and_files_bring_nothing_else(real_data: Path, tmp_path: Path):
+    case = "a09-parquet-tool-nulls/tools_union"
+    lines, columns = (
+        of_case(real_data, tmp_path, f"{case}.{suffix}", "qwen3") for suffix in ("jsonl", "parquet")
+    )
+    assert lines == columns
+    assert (
+        len(of_case(real_data, tmp_path, "a11-train-and-test-in-one-directory/snap", "qwen3")) == 4
+    )
