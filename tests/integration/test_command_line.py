@@ -44,6 +44,14 @@ def test_plan_of_the_mission(tmp_path) -> None:
     assert (run / "command.txt").read_text().splitlines()[-1] in done.stdout
 
 
+def test_a_mistake_is_one_message_and_leaves_nothing_behind(tmp_path) -> None:
+    done = llmx("launch.env.WANDB_API_KEY=abc", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "looks like a secret" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_control_process_imports_nothing_heavy(tmp_path) -> None:
     program = (
         "import json, sys; from llmx.__main__ import main; code = main(sys.argv[1:]); "

@@ -48,6 +48,21 @@ def test_sum_and_gradient_are_pytorchs(dtype, elements, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_of_the_vocabulary_takes_no_probability_and_no_gradient(dtype) -> None:
+    draw = torch.Generator().manual_seed(4)
+    logits = torch.randn(5, 32, generator=draw).to(dtype).requires_grad_()
+    targets = torch.tensor([0, 28, 3, 11, 28])
+    cut = logits.detach()[:, :29].clone().requires_grad_()
+    wanted = summed_loss(cut, targets)
+    wanted.backward()
+    found = summed_loss(logits, targets, vocab_size=29)
+    found.backward()
+    assert found.item() == wanted.item()
+    assert torch.equal(logits.grad[:, :29], cut.grad)
+    assert not logits.grad[:, 29:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_losses_may_share_their_logits(dtype: torch.dtype) -> None:
     """The backward pass of the first leaves them as they are."""
     head, targets = torch.randn(3, 9).requires_grad_(), torch.tensor([0, 8, 3])
