@@ -141,11 +141,14 @@ def _sweep(words: Words) -> int:
 
     # A sweep's directories are named after what differs between its jobs.
     fixed = ",".join(fixed_keys(typed))
-    own = [f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]", "hydra.mode=MULTIRUN"]
-    own += _continued(typed, directory)
+    hydra_words = [
+        f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]",
+        "hydra.mode=MULTIRUN",
+    ]
+    hydra_words += _continued(typed, directory)
     try:
         with hydra_for(typed, words.config_dirs) as (hydra, places):
-            hydra.multirun("config", job, [*places, *own, *typed])
+            hydra.multirun("config", job, [*places, *hydra_words, *typed])
     except OSError as error:
         if not error.filename or disk_is_full(error):
             raise

@@ -76,13 +76,13 @@ def _dispatch(argv: list[str]) -> int:
 
 def run(name: str, words: Words) -> int:
     """Run a command in this process; returns the exit code."""
-    command, given = COMMANDS[name], tuple[object, ...]([words])
+    command, arguments = COMMANDS[name], tuple[object, ...]([words])
     module, _, function = command.module.partition(":")
     if command.own_process and command.overrides:
         if words.show:
             return show_config(words)
-        given = composed_for(name, words), words.own
-    return int(getattr(importlib.import_module(module), function or "run")(*given))
+        arguments = composed_for(name, words), words.own
+    return int(getattr(importlib.import_module(module), function or "run")(*arguments))
 
 
 def run_here(name: str, argv: Sequence[str]) -> int:

@@ -410,23 +410,23 @@ class _Paths:
         if path not in self._former and glob.has_magic(path) and not os.path.exists(full):
             self._check_glob(path, where)
             return full
-        found = self._resolved(path, where, _DATASET_ID, "data set")
+        resolved = self._resolved(path, where, _DATASET_ID, "data set")
         is_new = self._all_here and path not in self._former
-        is_here = is_new and found == full and os.path.exists(full)
+        is_here = is_new and resolved == full and os.path.exists(full)
         if is_here and (problem := _unreadable(Path(full))):
             self.problems.append(f"{where}={shown(path)}: {problem}.")
-        return found
+        return resolved
 
     def model(self, path: str, where: str) -> str:
         """Resolve a model or a tokenizer: a directory, ``demo``, or an id of the Hub."""
         if path == "demo" and where == "model.tokenizer":
             return path
-        found = self._resolved(path, where, _MODEL_ID, "model")
-        if os.path.isabs(found) and os.path.isfile(found):
+        resolved = self._resolved(path, where, _MODEL_ID, "model")
+        if os.path.isabs(resolved) and os.path.isfile(resolved):
             self.problems.append(
                 f"{where}={shown(path)}: is a file. Give the directory that it is in."
             )
-        return found.removeprefix(HUB)
+        return resolved.removeprefix(HUB)
 
     def _resolved(self, path: str, where: str, hub_id: re.Pattern[str], noun: str) -> str:
         """The absolute path of what lies here; an id of the Hub as it was typed."""

@@ -148,13 +148,13 @@ class Traces:
     def from_dict(cls, answers: Mapping[str, Any]) -> Traces:
         """The traces in the ``traces.json`` of a run; none where another llmx wrote it."""
         try:
-            found = {
+            traces = {
                 TraceKey(**answer["key"]): StepTrace.from_dict(answer["trace"])
                 for answer in answers.values()
             }
         except (LookupError, TypeError, ValueError):
-            found = {}
-        return cls.of(found)
+            traces = {}
+        return cls.of(traces)
 
     @classmethod
     def of(cls, found: Mapping[TraceKey, StepTrace], problem: str = "") -> Traces:

@@ -166,9 +166,11 @@ class _Part:
 
     def agrees(self, other: _Part) -> bool:
         """Whether another block does the same, and both do nothing but their own."""
-        own = all(part.block.has(event) for part in (self, other) for event in part.events)
+        has_own_events = all(
+            part.block.has(event) for part in (self, other) for event in part.events
+        )
         moved = _moved(other.events, self.base - other.base, other.block, self.block)
-        return own and list(moved) == list(self.events)
+        return has_own_events and list(moved) == list(self.events)
 
 
 WHOLE = {"zero_optimization": {"stage": 0}}

@@ -32,7 +32,9 @@ from llmx.data import (
     collate,
     held_out_prompts,
 )
+from llmx.data.split import DatasetSplit
 from llmx.data.store import build
+from llmx.data.store.build import fates_of
 from llmx.data.store.packing import best_fit, of_sequences, one_each
 from llmx.data.store.summary import print_samples, report, summary
 from llmx.data.tokenize import encoder as blocks
@@ -445,8 +447,13 @@ def test_what_a_task_gives_is_checked(tmp_path: Path, example: Any, message: str
         def encode(self, row: Record) -> Example | None:
             return example
 
+    exp = experiment(tmp_path, [{"a": 1}])
+    task = Wrong(exp, TOKENIZER)
+    split = DatasetSplit(exp.data, exp.seed, "train", takes=task.takes)
     with pytest.raises(ConfigError, match=f"task=labels: .*{re.escape(message)}"):
-        prepared(experiment(tmp_path, [{"a": 1}]), Wrong)
+        fates_of([*split.rows()], split, TOKENIZER, task)
+    with pytest.raises(ConfigError, match=f"task=labels: .*{re.escape(message)}"):
+        prepared(exp, Wrong)
 
 
 @pytest.mark.parametrize(

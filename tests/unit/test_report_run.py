@@ -160,12 +160,14 @@ def test_times_of_a_resumed_run_are_of_the_time_since(run: RunDir, capsys) -> No
     later = tracked_run.START_S + 5000
     event = {"kind": "event", "event": "resumed", "step": 40, "attempt": 2, "total_steps": 44}
     lines = [{**event, "time": later + 10}]
-    lines += [{**tracked_run.train_line(s), "time": later + 20 + s} for s in (42, 44)]
+    less = {"memory_gib": [0.25, 0.125]}  # the peak is that of the whole run
+    lines += [{**tracked_run.train_line(s), "time": later + 20 + s, **less} for s in (42, 44)]
     tracked_run.append(run, lines)
     write_json(run.result, {**tracked_run.result(), "started": later, "ended": later + 70})
     text = report(run, capsys, width=100)
     assert "trained 44 steps (resumed at step 40, 1 min 10 s since)" in text
     assert "1 min 10 s (training 2.0 s)   (since the resume" in text
+    assert "0.43 GiB on the fullest rank" in text
 
 
 def test_no_run_directory(tmp_path: Path, capsys) -> None:

@@ -143,19 +143,19 @@ class Truncation:
             pieces = self._pieces(sequences[0])
             fates.split_sequences += len(pieces) - 1
             return [[piece] for piece in pieces]
-        left: list[TokenSequence] | None = sequences
+        kept: list[TokenSequence] | None = sequences
         if length > self._data.seq_len:
-            left = self._cut(example, sequences, length, fates)
-        if left is None:
+            kept = self._cut(example, sequences, length, fates)
+        if kept is None:
             return []
-        for part, sequence in zip(example.sequences, left, strict=True):
+        for part, sequence in zip(example.sequences, kept, strict=True):
             # The first token is predicted from nothing.
             if isinstance(part, Conversation) and not sequence.targets[1:].any():
                 fates.dropped[NO_TARGET_LEFT] += 1
                 return []
-        if left is not sequences:
-            fates.cut(length - _length(left))
-        return [left]
+        if kept is not sequences:
+            fates.cut(length - _length(kept))
+        return [kept]
 
     def _cut(
         self, example: Example, sequences: list[TokenSequence], length: int, fates: Fates

@@ -65,23 +65,23 @@ class Backoff:
         The console shows the problem every minute, without a limit when it changes. The first line
         of it is short, for the countdown and ``status``.
         """
-        is_limited, shown, shown_at = limit_s < math.inf, "", -math.inf
+        is_limited, shown_text, shown_at = limit_s < math.inf, "", -math.inf
         text, until = problem(), time.monotonic() + limit_s
         while text and not self.shutdown.count and (left_s := until - time.monotonic()) > 0:
             first, *further = text.splitlines()
             self.journal.state("waiting", why=first)
-            is_due = text != shown
+            is_due = text != shown_text
             if is_limited:
                 is_due = time.monotonic() - shown_at > REPORT_EVERY_S
             if is_due:
                 end = f"; giving up in {clock(left_s)}" if is_limited else ""
                 self.log.info("\n".join([first + end, *further]))
-                shown, shown_at = text, time.monotonic()
+                shown_text, shown_at = text, time.monotonic()
             self._pause(f"{first}; giving up in" if is_limited else "", left_s)
             text = problem()
         self.log.console.countdown("", 0.0)
         self.journal.state("preparing")
-        if shown and over and not text:
+        if shown_text and over and not text:
             self.log.info(over)
         return text
 

@@ -208,8 +208,8 @@ def measure_of(objective: str, trials: Sequence[Trial]) -> Measure:
     """One of ``measures``, or a number of the ``train`` lines."""
     name = objective.partition("/")[2]
     declared = next((trial.declared for trial in trials if name in trial.declared), {})
-    other = Measure(objective, None, metric_of(name, declared).shown, f"{objective} {{}}")
-    return measures(trials).get(objective, other)
+    of_train_lines = Measure(objective, None, metric_of(name, declared).shown, f"{objective} {{}}")
+    return measures(trials).get(objective, of_train_lines)
 
 
 def cells(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
