@@ -186,7 +186,7 @@ class Chat:
 
 def run(options: argparse.Namespace) -> int:
     """Load, and answer until the input ends; the exit code."""
-    asked = sampling_of(options)
+    typed_sampling = sampling_of(options)
     target = find_target(options.target, command="chat", model=options.model, trusted=options.trust)
     check_generates(target)
     for stream in (sys.stdin, sys.stdout):
@@ -196,7 +196,7 @@ def run(options: argparse.Namespace) -> int:
 
     model, tokenizer, stops = load(target)
     layout = chat_layout(target, tokenizer, options)
-    sampling = dataclasses.replace(asked, stop_ids=stops | layout.stop_ids)
+    sampling = dataclasses.replace(typed_sampling, stop_ids=stops | layout.stop_ids)
 
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))

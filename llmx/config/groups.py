@@ -45,9 +45,9 @@ def options(group: str, directories: Sequence[Path] = ()) -> dict[str, str]:
     shipped ones."""
     lines = {}
     for directory in (CONF, *directories):
-        own = f" ({directory})" if directory != CONF else ""
+        place = f" ({directory})" if directory != CONF else ""
         for path in sorted((directory / group).glob("*.yaml")):
-            lines[path.stem] = f"{first_comment(path)}{own}".lstrip()
+            lines[path.stem] = f"{first_comment(path)}{place}".lstrip()
     return lines
 
 

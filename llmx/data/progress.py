@@ -78,6 +78,6 @@ class PreparationProgress:
         if self.tokens:
             parts.append(f"{self.tokens / seconds / 1e6:,.2f} M tokens/s")
         if done:
-            left = max(0, self._total - self._meter.bytes) * seconds / self._meter.bytes
-            parts.append(f"{clock(left)} left")
+            left_s = max(0, self._total - self._meter.bytes) * seconds / self._meter.bytes
+            parts.append(f"{clock(left_s)} left")
         return ", ".join(parts)

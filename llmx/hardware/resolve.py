@@ -22,6 +22,9 @@ from llmx.errors import ConfigError
 from llmx.hardware.detect import detect_hardware
 from llmx.text import printable
 
+MAX_HOSTFILE_BYTES = 1 << 20
+"""The most bytes of a hostfile; a larger file was named by mistake."""
+
 
 def resolve_hardware(hardware: HardwareConfig) -> HardwareConfig:
     """``hostfile``, ``slurm``, ... become a static list of hosts, and ``local`` without hosts gets
@@ -88,7 +91,13 @@ def _hostfile_text(path: Path) -> str:
     problem = f"no such file (relative to {Path.cwd()})"
     try:
         if path.is_file():
-            return path.read_text(encoding="utf-8-sig")
+            with path.open("rb") as stream:
+                content = stream.read(MAX_HOSTFILE_BYTES + 1)
+            if len(content) > MAX_HOSTFILE_BYTES:
+                raise ValueError(f"over {MAX_HOSTFILE_BYTES >> 20} MiB")
+            return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        problem = f"cannot be read (its byte {error.start} is not UTF-8)"
     except (OSError, ValueError) as error:
         problem = f"cannot be read ({printable(str(error), keep='')})"
     raise ConfigError(

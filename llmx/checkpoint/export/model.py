@@ -187,7 +187,7 @@ def _as_files_have_it(
 
     groups = plan_export(model, shapes, conversions)
     for part in in_parts(groups, lambda group: sum(map(whole_bytes, gathered(group)))):
-        with torch.no_grad(), whole([each for group in part for each in gathered(group)]):
+        with torch.no_grad(), whole([weight for group in part for weight in gathered(group)]):
             for group in part if writes else ():
                 values = {name: tensors[name].data for _, name in group.sources}
                 values.update((name, values[name][:vocab_size]) for name in cut if name in values)

@@ -415,9 +415,9 @@ def frozen_fingerprints(engine: Engine) -> dict[str, str]:
     for name in names:
         prefix = f"{name}." if len(engine.networks) > 1 else ""
         of_model = [parameter for parameter in frozen if parameter.startswith(prefix)]
-        own = set(of_model)
+        model_names = set(of_model)
         parts_of_model = [
-            (part.name, part.start, part.values) for part in parts if part.name in own
+            (part.name, part.start, part.values) for part in parts if part.name in model_names
         ]
         # Weights in 4 bits are no parameters, and every rank holds them whole.
         packed = {
