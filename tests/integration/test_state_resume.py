@@ -81,7 +81,7 @@ SAME_RANKS = [
     job("tied-3", 3, SELECTIVE, zero=IN_PARTS, config=TIED, accumulation=2),
     job("offload", 3, BF16, zero={**ALL_CPU, "sub_group_size": 3000}, clip_norm=0.5),
     # Optimizers.
-    job("lion", 2, optim="lion"),
+    job("lion", 2, optim="lion", zero=ROUND_ROBIN),
     job("muon-2", 2, MUON),
     job("muon-3", 3, MUON, zero=ALL_CPU),
     job("muon-bf16", 1, MUON, BF16),

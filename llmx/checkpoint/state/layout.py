@@ -276,8 +276,11 @@ def _partitioned(optimizer: Any, names: dict[int, str]) -> tuple[list[Owner], li
         optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
     )
     owners, pieces = [], []
-    for group, flat in zip(groups, flats, strict=True):
+    for number, (group, flat) in enumerate(zip(groups, flats, strict=True)):
         owners.append(Owner(flat, optimizer.optimizer))
+        if getattr(optimizer, "round_robin_gradients", False):
+            pieces += _round_robin(optimizer, number, names, owners[-1])
+            continue
         for parameter in group:
             mapping = parameter._hp_mapping
             if mapping is None:  # no element of it is here
@@ -287,6 +290,20 @@ def _partitioned(optimizer: Any, names: dict[int, str]) -> tuple[list[Owner], li
                 Piece(names[id(parameter)], here.start, there.numel, owners[-1], there.start)
             )
     return owners, pieces
+
+
+def _round_robin(
+    optimizer: Any, number: int, names: dict[int, str], owner: Owner
+) -> Iterator[Piece]:
+    """With ``round_robin_gradients``: the flat buffer has the parameters in another order, and what
+    DeepSpeed records on them is that of the order without it."""
+    size = owner.tensor.numel()
+    start = size * torch.distributed.get_rank(group=optimizer.real_dp_process_group[number])
+    group, offsets = optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets
+    for parameter, offset in zip(group[number], offsets[number], strict=True):
+        first, stop = max(offset, start), min(offset + parameter.numel(), start + size)
+        if first < stop:
+            yield Piece(names[id(parameter)], first - offset, stop - first, owner, first - start)
 
 
 def _stage3(optimizer: Any, names: dict[int, str]) -> tuple[list[Owner], list[Piece]]:
