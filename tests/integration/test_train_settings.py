@@ -62,6 +62,10 @@ TASK = {
 OPTIM = {"schedule": "wsd", "decay_fraction": 0.75}
 
 
+def losses(run: RunDir, kind: str) -> list[float]:
+    return [line["loss"] for line in measurements(run) if line["kind"] == kind]
+
+
 def run_of(directory: Path, *, stop: int | None = None, **groups: Any) -> RunDir:
     return saving_run(
         directory,
@@ -95,9 +99,6 @@ def test_noise_terms_and_an_early_end_survive_a_resume_and_other_ranks(
     assert "eval/loss has not improved in 2 evaluations" in early["reason"]
     assert whole.final_model.is_dir()
 
-    def losses(run: RunDir, kind: str) -> list[float]:
-        return [line["loss"] for line in measurements(run) if line["kind"] == kind]
-
     for kind in ("train", "eval"):
         assert losses(single, kind) == pytest.approx(losses(whole, kind), rel=1e-4)
     # The noise is there, and not in an evaluation.
@@ -125,13 +126,15 @@ def without_compilers(directory: Path) -> str:
     return str(directory)
 
 
-def test_offload_needs_no_compiler(tmp_path: Path) -> None:
+def test_offload_needs_no_compiler(tmp_path: Path, ranks: Server) -> None:
     """With PyTorch's AdamW, so no compiler is needed, and none is there."""
-    path = without_compilers(tmp_path / "bin")
-    run = train(tmp_path, "offload", *SHORT, "zero=stage3_offload", PATH=path)
-    assert run.exit_code == 0, f"{run.said}\n{run.logs[-4000:]}"
-    assert len(run.losses) == STEPS
-    assert run.losses[-1] < run.losses[0] - 1.0, run.losses
+    offload = {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}
+    task = {"steps": STEPS, "log_every_steps": 1}
+    run = saving_run(tmp_path / "run", zero=offload, task=task, optim={"kind": "adamw", "lr": 0.01})
+    ranks.start(run, PATH=without_compilers(tmp_path / "bin")).finish()
+    found = losses(run, "train")
+    assert len(found) == STEPS
+    assert found[-1] < found[0] - 1.0, found
 
 
 def test_an_optimizer_that_must_be_compiled_says_so(tmp_path: Path) -> None:
@@ -153,17 +156,18 @@ def test_each_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         assert word in str(raised.value)
 
 
-def test_divergence_ends_the_run_and_is_named(tmp_path: Path) -> None:
+def test_divergence_ends_the_run_and_is_named(tmp_path: Path, ranks: Server) -> None:
     # Each step multiplies the matrices by about 1e5.
-    wild = ("optim=sgd", "optim.lr=1e3", "optim.weight_decay=100", "optim.clip_norm=0")
-    once = ("launch.max_restarts=0", "checkpoint.every_steps=1")
-    run = train(tmp_path, "nan", *SHORT, *wild, *once)
-    assert run.exit_code != 0
-    assert run.result["outcome"] == "nan", run.said
-    assert "of step 3" in run.result["cause"]
-    assert "optim.lr" in run.result["cause"] + run.result["fix"]
-    assert "Traceback" not in run.said
-    last = run.lines("train")[-1]
+    wild = {"kind": "sgd", "lr": 1e3, "weight_decay": 100, "clip_norm": 0, "warmup_steps": 0}
+    task = {"steps": STEPS, "log_every_steps": 1}
+    run = saving_run(tmp_path / "run", optim=wild, task=task, checkpoint={"every_steps": 1})
+    started = ranks.start(run)
+    assert started.wait() == [1, 1]
+    error = started.status(0)["error"]
+    assert error["category"] == "nan"
+    assert "of step 3" in error["message"]
+    assert "optim.lr" in error["message"]
+    last = [line for line in measurements(run) if line["kind"] == "train"][-1]
     assert (last["step"], last["nonfinite"]) == (3, True)
-    assert list_steps(run.dir.checkpoints) == [1, 2], "nothing bad is saved"
-    assert not run.dir.final_model.exists()
+    assert list_steps(run.checkpoints) == [1, 2], "nothing bad is saved"
+    assert not run.final_model.exists()
