@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
+from llmx.cli.main import run_here
 from llmx.config import ModelConfig
 from llmx.models.adapter import load_adapted
 from llmx.run.rundir import RunDir, read_json
-from tests.command_runs import llmx
 from tests.forked_ranks import Server
 from tests.resumed_runs import assert_planned_sizes, events, measurements, saving_run
 from tests.rundirs import TINY_LLAMA, logs
 
 pytestmark = pytest.mark.deepspeed
 
-STEPS = 6
+STEPS, SAVED = 4, 2
 MERGED = ("--to", "merged")
 COMMON = "\N{FULLWIDTH COMMA}" if os.environ.get("LLMX_REAL_DATA") else "the"
 """Texts are full of it, and no token is it alone."""
@@ -50,10 +50,10 @@ def adapted(directory: Path, base: Path, **groups: Any) -> RunDir:
             "config": {**TINY_LLAMA, "model_type": "llama", "vocab_size": 1024},
         },
         "adapter": {"kind": "lora", "rank": 4, "targets": ["all-linear"], "lr": 0.01},
-        "data": {**rows, "max_rows": 120, "eval_samples": 8, "seq_len": 128},
+        "data": {**rows, "max_rows": 60, "eval_samples": 4, "seq_len": 64},
         "task": {"steps": STEPS, "log_every_steps": 1, "save_model": True,
                  "max_lost": 1.0},
-        "checkpoint": {"every_steps": 2, "at_end": True},
+        "checkpoint": {"every_steps": SAVED, "at_end": True},
         "zero": {"stage": 3},
     }  # fmt: skip
     merged = {name: {**values.get(name, {}), **group} for name, group in groups.items()}
@@ -74,10 +74,9 @@ def losses(run: RunDir) -> list[float]:
     return [line["loss"] for line in measurements(run) if line["kind"] == "train"]
 
 
-def exported(run: RunDir, *words: str, **env: str) -> Path:
+def exported(run: RunDir, *words: str) -> Path:
     """``llmx export``: its directory."""
-    done = llmx(run.root.parent, "export", str(run.root), *words, **env)
-    assert done.returncode == 0, done.stdout
+    assert run_here("export", [str(run.root), *words]) == 0
     suffix = "-merged" if words else ""
     return run.root / "export" / f"step-{STEPS:08d}{suffix}"
 
@@ -90,7 +89,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def test_an_adapter_from_the_first_step_to_the_merged_model(
-    ranks: Server, base: Path, tmp_path: Path
+    ranks: Server, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -106,8 +105,8 @@ def test_an_adapter_from_the_first_step_to_the_merged_model(
     assert all(".lora_" in name for name in state["parameters"])
     assert_planned_sizes(whole)
 
-    half = ranks.start(from_step(whole, 4, tmp_path / "half")).finish()
-    assert [event["step"] for event in events(half, "resumed")] == [4]
+    half = ranks.start(from_step(whole, SAVED, tmp_path / "half")).finish()
+    assert [event["step"] for event in events(half, "resumed")] == [SAVED]
     assert measurements(half) == measurements(whole)
 
     # Its files: the run's own, the exported ones, the merged model.
@@ -124,14 +123,14 @@ def test_an_adapter_from_the_first_step_to_the_merged_model(
     assert sorted(same) == names
     merged = AutoModelForCausalLM.from_pretrained(exported(whole, *MERGED))
     torch.testing.assert_close(logits(merged), wanted, rtol=1e-4, atol=1e-4)
-    done = llmx(tmp_path, "generate", str(whole.root), "Hello", "--max-new-tokens", "4", "--json")
-    assert done.returncode == 0, done.stdout
-    assert '"completion"' in done.stdout
+    words = [str(whole.root), "Hello", "--max-new-tokens", "4", "--json"]
+    assert run_here("generate", words) == 0
+    assert '"completion"' in capsys.readouterr().out
 
     # Another base under the same name is noticed.
     other = tmp_path / "other"
     shutil.copytree(base, other)
-    from_step(whole, 4, tmp_path / "wrong")
+    from_step(whole, SAVED, tmp_path / "wrong")
     model = AutoModelForCausalLM.from_pretrained(base)
     with torch.no_grad():
         model.model.norm.weight[0] += 1.0
@@ -179,12 +178,12 @@ def test_a_base_in_4_bits_resumes_bit_for_bit_and_is_merged(
     state = read_json(whole.checkpoint(STEPS) / "state.json")
     assert all(".lora_" in name for name in state["parameters"])
 
-    half = ranks.start(from_step(whole, 4, tmp_path / "half"), **env).finish()
+    half = ranks.start(from_step(whole, SAVED, tmp_path / "half"), **env).finish()
     assert measurements(half) == measurements(whole)
 
     # Its files say how the base was kept.
-    merged = AutoModelForCausalLM.from_pretrained(exported(whole, *MERGED, **env))
     monkeypatch.setattr(sys, "path", [*sys.path, str(aside)])
+    merged = AutoModelForCausalLM.from_pretrained(exported(whole, *MERGED))
     read = load_adapted(whole.final_model, ModelConfig(kind="hf", path=str(base)))
     torch.testing.assert_close(logits(merged), logits(read), rtol=1e-4, atol=1e-4)
     plain = PeftModel.from_pretrained(
