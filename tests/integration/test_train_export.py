@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from llmx.cli.main import run_here
 from llmx.config import Experiment
 from llmx.run.rundir import RunDir, read_json
 from llmx.tasks import prepare, tokenizer_of
 from tests.checkpoint_saves import flip_bit
-from tests.command_runs import llmx
 from tests.forked_ranks import launch
 from tests.reference import naive_loss
 from tests.rundirs import TINY_LLAMA, experiment, logs, write_run
@@ -152,16 +152,20 @@ def test_every_rank_finished_answers_are_kept_and_nothing_half_written_is_left(
     assert not [path for path in Path(run_dir.root).iterdir() if path.name.startswith(".")]
 
 
-def test_the_export_of_the_last_step_is_the_runs_own_model(finished: Any, tmp_path: Path) -> None:
+def test_the_export_of_the_last_step_is_the_runs_own_model(
+    finished: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = RunDir(tmp_path / "run")
     shutil.copytree(finished[1].root, run.root)
     state = read_json(run.checkpoint(STEPS) / "state.json")
     assert (state["vocab_size"], state["padded_vocab_size"]) == (1024, 1056)
 
-    def export(*words: str) -> str:
-        done = llmx(tmp_path, "export", str(run.root), *words)
-        assert done.returncode == 0, done.stdout
-        return done.stdout
+    def export(*words: str, code: int = 0) -> str:
+        assert run_here("export", [str(run.root), *words]) == code
+        said = capsys.readouterr()
+        return said.out + said.err
+
+    two, three, four = (tmp_path / name for name in ("two", "three", "four"))
 
     exported = run.root / "export" / f"step-{STEPS:08d}"
     assert f"{exported}: step {STEPS}, " in export()
@@ -171,16 +175,13 @@ def test_the_export_of_the_last_step_is_the_runs_own_model(finished: Any, tmp_pa
     same, different, unreadable = filecmp.cmpfiles(run.final_model, exported, names, shallow=False)
     assert (sorted(same), different, unreadable) == (names, [], [])
     # An earlier step is another model in the same files.
-    export("--step", "2", "--out", "two")
-    same, different, _ = filecmp.cmpfiles(run.final_model, tmp_path / "two", names, shallow=False)
+    export("--step", "2", "--out", str(two))
+    same, different, _ = filecmp.cmpfiles(run.final_model, two, names, shallow=False)
     assert sorted(different) == ["README.md", "model.safetensors"]
     # A flipped bit in the newest: it is named, the older one is taken; asked for, it is refused.
     flip_bit(run.checkpoint(STEPS) / "rank-00001.safetensors", -1)
-    said = export("--out", "three")
+    said = export("--out", str(three))
     assert f"step-{STEPS:08d} cannot be used: rank-00001.safetensors: damaged" in said
-    two, three = (tmp_path / name / "model.safetensors" for name in ("two", "three"))
-    assert filecmp.cmp(two, three, shallow=False)
-    done = llmx(tmp_path, "export", str(run.root), "--step", str(STEPS), "--out", "four")
-    assert done.returncode == 5
-    assert "Other steps: 2." in done.stdout
-    assert not (tmp_path / "four").exists()
+    assert filecmp.cmp(two / "model.safetensors", three / "model.safetensors", shallow=False)
+    assert "Other steps: 2." in export("--step", str(STEPS), "--out", str(four), code=5)
+    assert not four.exists()
