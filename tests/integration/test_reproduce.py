@@ -136,10 +136,8 @@ def test_the_same_code_gives_the_same_bits(run: RunDir, same: tuple[RunDir, str]
 
 
 def test_a_finished_run_goes_on_longer_and_from_an_earlier_step(
-    clone: Clone, run: RunDir, same: tuple[RunDir, str], other: tuple[RunDir, str, str]
+    clone: Clone, run: RunDir, same: tuple[RunDir, str]
 ) -> None:
-    said = clone.llmx("resume", str(run.root))
-    assert "nothing to resume" in said
     said = clone.llmx(
         "resume", str(run.root), "step=8", "task.steps=16", "task.log_every_steps=4",
         "zero=stage3", "tracking=csv",
@@ -147,25 +145,9 @@ def test_a_finished_run_goes_on_longer_and_from_an_earlier_step(
     assert "task.steps            12 -> 16  (trains differently from here on)" in said
     assert "zero.stage            2 -> 3  (equal within rounding)" in said
     assert "from      the checkpoint of step 8; 4 steps are trained again" in said
-    kept = run.root / "history" / "001"
-    change = read_json(kept / "changes.json")
-    assert change["changes"]["task.steps"] == [12, 16]
-    assert change["step"] == 8
-    assert (kept / "checkpoints" / "step-00000012" / "manifest.json").is_file()
-    assert snapshot.load(RunDir(kept)).task.steps == 12
-    exp = snapshot.load(run)
-    assert (exp.task.steps, exp.zero.stage) == (16, 3)
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     steps = [line["step"] for line in lines if line["kind"] == "train"]
     assert steps == [1, 2, 4, 6, 8, 12, 16]
     assert lines[-1]["step"] == 16
     # Up to the step it resumed from, it is still the run it was.
     assert compare_runs(same[0], run).identical
-    said = clone.llmx("reproduce", str(run.root), "strict=true", code=1)
-    assert "resumed at step 8" in said
-    # From the one with other code it differs.
-    said = clone.llmx("compare", str(run.root), str(other[0].root))
-    assert "task.stop_at_step" in said
-    assert "zero.stage" in said
-    assert any(f"losses: differs first at step {step}:" in said for step in (0, 1))
-    assert (other[0].root / "compare_a.png").read_bytes().startswith(b"\x89PNG")

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
 from llmx.run.metrics.lines import read_metrics, scalars
-from llmx.run.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir
 from tests.wandb_server import WandbServer
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -63,19 +62,7 @@ def test_online(tmp_path: Path) -> None:
         run, seen = watched(tmp_path, server)
     assert len(server.runs) == 1, "one W&B run for one run, not one a rank"
     config = {k: v["value"] for k, v in server.config.items() if isinstance(v, dict)}
-    written = yaml.safe_load(run.config.read_text(encoding="utf-8"))
-    for key in ("name", "seed", "task", "optim", "batch"):
-        value = written[key]
-        if isinstance(value, dict):  # W&B leaves out what is empty
-            value = {name: one for name, one in value.items() if one != {}}
-        assert config[key] == value
     assert config["ds_config"]["zero_optimization"]["stage"] == 2
-    # W&B drops empty mappings: a clean checkout has no untracked files to tell of.
-    git, sent = read_json(run.provenance)["git"], config["provenance"]["git"]
-    # A long diff is sent as its beginning.
-    assert {**sent, "diff": ""} == {key: value for key, value in git.items() if value} | {
-        "diff": ""
-    }
     rows = {row["_step"]: row for row in server.history}
     lines = [record for record in read_metrics(run.metrics) if record["kind"] == "train"]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]

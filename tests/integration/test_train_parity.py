@@ -28,8 +28,8 @@ SHORT = (STEPS - 1) * GLOBAL_BATCH + 5
 
 
 def jobs(world: int) -> list[dict[str, Any]]:
-    """Stages with splits as pairs, packed; the last split at every stage, padded, and with a last
-    step of fewer samples, so that some micro batches are empty on some ranks; other models."""
+    """Stages with splits as pairs, packed; the last split at every stage, packed or padded, with a
+    last step of fewer samples, so that some micro batches are empty on some ranks; other models."""
     splits = SPLITS[world]
     found: list[dict[str, Any]] = []
     for stage in range(4):
@@ -37,9 +37,8 @@ def jobs(world: int) -> list[dict[str, Any]]:
             split = {"stage": stage, "micro_batches": micro, "accumulation": steps, "kind": "llama"}
             if number % 2 == stage % 2:
                 found.append({**split, "layout": "packed"})
-        found.append({**split, "layout": "padded"})
-        if world > 1:
-            found.append({**split, "layout": ("packed", "padded")[stage % 2], "stop": SHORT})
+        last = {"stop": SHORT} if world > 1 else {}
+        found.append({**split, "layout": ("packed", "padded")[stage % 2], **last})
     if world == 2:
         found += [
             {"stage": stage, "micro_batches": [3, 1], "accumulation": 3, "layout": "packed",
