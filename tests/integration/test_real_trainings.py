@@ -1,5 +1,6 @@
-"""A training of each task on real data, with the model that it leaves: learned, and exported.
-Resume, reproduce and sweeps: ``test_tasks_proof``."""
+"""Trainings on real data, with the model that they leave: learned, and exported. Resume, reproduce
+and sweeps of every task: ``test_tasks_proof``; exported classifiers and reward models:
+``tests/unit/test_tasks_{classify,reward}.py``."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     LlamaConfig,
 )
@@ -23,66 +23,11 @@ from llmx.data.source.files import DEMO_DIRECTORY
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, read_json
 from llmx.tasks import prepare, task_of, tokenizer_of
-from tests.command_runs import lines, llmx, succeeds
+from tests.command_runs import lines, succeeds
 from tests.forked_ranks import Server
-from tests.realdata import real_tokenizer_dir
 from tests.rundirs import TINY_LLAMA, experiment, write_run
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.nightly]
-
-
-def reviews(real_data: Path, directory: Path, name: str, count: int) -> Path:
-    text = (real_data / f"book_review/{name}.tsv").read_text(encoding="utf-8")
-    path = directory / f"{name}.tsv"
-    path.write_text("".join(text.splitlines(keepends=True)[: count + 1]), encoding="utf-8")
-    return path
-
-
-def test_book_reviews(real_data: Path, tmp_path: Path) -> None:
-    vocabulary = tmp_path / "zh"
-    vocabulary.mkdir()
-    (vocabulary / "vocab.txt").write_bytes((real_data / "bert_zh_vocab.txt").read_bytes())
-    train, dev = (reviews(real_data, tmp_path, *each) for each in (("train", 2000), ("dev", 200)))
-    words = [
-        "task=classify", "data=labelled", f"data.path={train}", f"data.eval_path={dev}",
-        "data.data_map.prompt=text_a",
-        "data.label_names={0: negative, 1: positive}", "data.seq_len=64", "data.packing=none",
-        "task.max_lost=1",
-        "hardware=cpu2", "optim.lr=0.002", "batch.global_batch=32", "batch.micro_batch=16",
-        f"model.tokenizer={vocabulary}", "checkpoint.metric=eval/macro_f1",
-        "model.config.hidden_size=64", "model.config.intermediate_size=128",
-        "task.log_every_steps=1",
-    ]  # fmt: skip
-    whole = tmp_path / "whole"
-    out = succeeds(tmp_path, *words, "zero=stage2", "task.steps=60", f"run_dir={whole}")
-    assert "Labels: negative (" in out
-    assert "try it" not in out
-    before, after = lines(whole, "eval")
-    assert after["accuracy"] > max(0.6, before["accuracy"])
-    assert after["weight"] == 200
-    table = json.loads((whole / "tables.json").read_text())["tables"][0]
-    assert sum(sum(row) for row in table["values"]) == 200
-    right = table["values"][0][0] + table["values"][1][1]
-    assert right / 200 == after["accuracy"]
-    succeeds(tmp_path, "report", str(whole))
-    # The exported model says what the evaluation measured.
-    model = AutoModelForSequenceClassification.from_pretrained(whole / "model").eval()
-    assert model.config.id2label == {0: "negative", 1: "positive"}
-    tokenizer = AutoTokenizer.from_pretrained(whole / "model")
-    rows = [line.split("\t") for line in (tmp_path / "dev.tsv").read_text().splitlines()[1:]]
-    good = 0
-    with torch.no_grad():
-        for label, text in rows:
-            batch = tokenizer(text, truncation=True, max_length=64, return_tensors="pt")
-            logits = model(input_ids=batch["input_ids"]).logits[0]
-            good += int(logits.argmax()) == int(label)
-    assert good / 200 == after["accuracy"]
-    succeeds(tmp_path, "export", str(whole))
-    again = AutoModelForSequenceClassification.from_pretrained(next(whole.glob("export/*")))
-    for name, value in again.state_dict().items():
-        assert torch.equal(value, model.state_dict()[name]), name
-    refused = llmx(tmp_path, "generate", str(whole), "x").stdout
-    assert "LlamaForSequenceClassification, which generates no text" in refused
 
 
 HELD_OUT = 60
@@ -184,40 +129,6 @@ def check_filling(run: Path) -> None:
         logits = model(**found).logits
     assert logits.shape[-1] == len(tokenizer)
     assert torch.isfinite(logits).all()
-
-
-def test_preference_pairs(real_data: Path, tmp_path: Path) -> None:
-    tokenizer = real_tokenizer_dir(real_data, tmp_path / "bpe")
-    words = [
-        "task=reward", "data=file", f"data.path={real_data / 'dpo_en_demo.json'}",
-        "data.max_rows=120", "data.eval_samples=20", "data.seq_len=512", "data.over_long=truncate",
-        "task.max_lost=1",
-        f"data.cache_dir={tmp_path / 'cache'}", f"model.tokenizer={tokenizer}", "hardware=cpu2",
-        "zero=stage3", "model.config.hidden_size=64", "model.config.intermediate_size=128",
-        "optim.lr=0.002", "batch.global_batch=8", "batch.micro_batch=2", "task.steps=6",
-        "task.log_every_steps=1", "checkpoint.metric=eval/accuracy",
-    ]  # fmt: skip
-    whole = tmp_path / "whole"
-    succeeds(tmp_path, *words, f"run_dir={whole}")
-    assert lines(whole, "train")[0]["loss"] == pytest.approx(0.693, abs=0.2)
-    # The exported model scores the held-out conversations as the evaluation did.
-    exp = snapshot.load(RunDir(whole))
-    store = prepare(exp, tokenizer_of(exp), split="eval")
-    model = AutoModelForSequenceClassification.from_pretrained(whole / "model").eval()
-    assert model.config.num_labels == 1
-    scores = []
-    with torch.no_grad():
-        for number in range(len(store)):
-            for tokens, _ in store[number].sequences():
-                ids = torch.from_numpy(tokens.astype(np.int64))[None]
-                scores.append(float(model(input_ids=ids).logits))
-    pairs = np.array(scores).reshape(-1, 2)
-    after = lines(whole, "eval")[-1]
-    assert after["weight"] == len(pairs)
-    assert after["score_chosen"] == pytest.approx(pairs[:, 0].mean(), abs=1e-4)
-    assert after["score_rejected"] == pytest.approx(pairs[:, 1].mean(), abs=1e-4)
-    assert after["accuracy"] == pytest.approx((pairs[:, 0] > pairs[:, 1]).mean())
-    assert AutoTokenizer.from_pretrained(whole / "model").chat_template
 
 
 PAIR_STEPS = 8
