@@ -26,8 +26,8 @@ NO_BENCHMARKS = {
 IN_THE_README = (
     "zero3_after_eval.py --rounds 1 --hidden 64 --layers 2",
     "checkpoint_stall.py --rounds 1 --hidden 64 --layers 2",
-    "throughput.py grpo --pairs 1 --steps 2 --skip 1 --prompts 4 --hidden 64 --layers 1 "
-    "--max-new-tokens 16",
+    "throughput.py grpo --pairs 1 --steps 2 --skip 1 --prompts 2 --hidden 64 --layers 1 "
+    "--max-new-tokens 4",
 )
 OTHERS = (
     "startup.py --runs 1",
