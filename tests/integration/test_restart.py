@@ -17,11 +17,12 @@ from llmx.plan.types import Plan
 from llmx.run import snapshot
 from llmx.run.rundir import read_json
 from tests.cluster.netns import wait_until
+from tests.command_runs import forked
 from tests.integration.test_launch_local import LocalRun
 
 pytestmark = pytest.mark.deepspeed
 DIVERGING = "tests.programs.diverging"
-EVERY = 20
+EVERY = 10
 SAVING = (f"checkpoint.every_steps={EVERY}", "task.log_every_steps=5", "launch.restart_backoff_s=1")
 
 
@@ -70,7 +71,7 @@ def test_hang_preemption_and_a_dead_supervisor(tmp_path: Path) -> None:
     assert read_json(run.dir.rank_status(0))["state"] == "interrupted"
     assert run.left() == []
 
-    run.resume()
+    run.resume(forked())
     until_committed(run, saved + EVERY)
     run.kill()
     run.process.wait()
@@ -79,11 +80,11 @@ def test_hang_preemption_and_a_dead_supervisor(tmp_path: Path) -> None:
     newest = committed(run)
     assert newest > saved
 
-    run.resume(f"task.steps={newest + 45}")
+    run.resume(f"task.steps={newest + 15}")
     assert run.wait(timeout_s=240) == 0, run.out.read_text()
     *_, last = read_attempts(run.dir)
-    assert (last["outcome"], last["first_step"], last["last_step"]) == ("ok", newest, newest + 45)
-    check_metrics(run, newest + 45)
+    assert (last["outcome"], last["first_step"], last["last_step"]) == ("ok", newest, newest + 15)
+    check_metrics(run, newest + 15)
     assert run.result()["run_id"] == read_json(run.dir.identity)["run_id"]
 
 
