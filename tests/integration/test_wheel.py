@@ -37,14 +37,12 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"sdist": sdist, "wheel": wheel}
 
 
-@pytest.fixture(scope="module", params=["wheel", "sdist"])
+@pytest.fixture(scope="module")
 def installed(
-    request: pytest.FixtureRequest,
-    distributions: dict[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    distributions: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Installed:
     """Runs the Python of a fresh environment, in an empty directory, with llmx installed."""
-    home = tmp_path_factory.mktemp(request.param)
+    home = tmp_path_factory.mktemp("installed")
     venv.create(home / "venv", with_pip=False)
     python = home / "venv" / "bin" / "python"
     site = Path(
@@ -54,7 +52,7 @@ def installed(
     (site / "from_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     offline = ["--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed"]
-    checked([*pip, *offline, str(distributions[request.param])])
+    checked([*pip, *offline, str(distributions["wheel"])])
     work = home / "work"
     work.mkdir()
 
@@ -103,10 +101,6 @@ def test_sdist_builds_and_tells(distributions: dict[str, Path]) -> None:
     assert not any(name.startswith(("outputs/", ".venv/", "wandb/")) for name in names)
 
 
-ONCE = pytest.mark.parametrize("installed", ["wheel"], indirect=True)
-
-
-@ONCE
 def test_it_is_not_the_repository_and_hydra_finds_the_launcher(installed: Installed) -> None:
     code = (
         "import llmx, hydra_plugins.llmx_deepspeed as plugin, json;"
@@ -118,7 +112,6 @@ def test_it_is_not_the_repository_and_hydra_finds_the_launcher(installed: Instal
     assert "DeepSpeedLauncher" in text.split("Launcher", 1)[1]
 
 
-@ONCE
 def test_help_is_the_same_by_both_doors(installed: Installed) -> None:
     by_module = installed("-m", "llmx", "--help").stdout
     assert by_module == installed("llmx", "--help").stdout
@@ -143,7 +136,6 @@ def test_the_demo_plans(installed: Installed, tmp_path: Path) -> None:
     assert str(REPOSITORY / "llmx") not in (run / "command.txt").read_text()
 
 
-@ONCE
 @pytest.mark.deepspeed
 def test_the_demo_trains(installed: Installed, tmp_path: Path) -> None:
     run = tmp_path / "run"
