@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.forked_ranks import launch
 from tests.programs.engines import CLIPPED
-from tests.rundirs import rank_environment
 
 pytestmark = pytest.mark.deepspeed
 
@@ -25,21 +23,13 @@ FP16, BF16 = torch.finfo(torch.float16).eps, torch.finfo(torch.bfloat16).eps
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every check of ``tests.programs.engines``, answered by two ranks."""
     out = tmp_path_factory.mktemp("engines")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.programs.engines", str(out)],
-        env=rank_environment(),
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
-    )
+    done = launch("tests.programs.engines", str(out), ranks=2, timeout_s=1500)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     return out
 
 
 def answers(out: Path, name: str) -> list[Any]:
-    return [json.loads((out / f"{name}.{rank}.json").read_text())["answer"] for rank in range(2)]
+    return [json.loads((out / f"{name}.{rank}.json").read_text()) for rank in range(2)]
 
 
 def test_a_growing_loss_scale_changes_no_update(out: Path) -> None:
@@ -60,23 +50,16 @@ def test_gradients_of_many_micro_steps_are_summed_in_fp32(out: Path) -> None:
     """Against the same bf16 passes summed in fp64. What is left is the rounding of one reduction:
     at stage 1 of the whole sum, at the others of each micro step's gradient."""
     for found in answers(out, "gradient_sums"):
-        assert min(found["1-bf16"], found["2-offload-bf16"]) > 0.005, "sums in bf16 are told apart"
+        assert found["1-bf16"] > 0.005, "sums in bf16 are told apart"
         assert found["1-fp32"] < 0.003
         for where in ("3", "2-offload", "3-offload"):
             assert found[f"{where}-fp32"] < 0.0012, where
 
 
-def test_bf16_is_near_the_curve_of_fp32_and_not_on_it(out: Path) -> None:
-    for found in answers(out, "precision_and_clipping"):
-        fp32, bf16 = (found["losses"][name] for name in ("fp32", "bf16"))
-        assert bf16 == pytest.approx(fp32, rel=0.03)
-        assert bf16 != pytest.approx(fp32, rel=1e-6)
-
-
 def test_clipping_bounds_the_update(out: Path) -> None:
     """The update is ``lr * gradient``, scaled to the norm ``lr * limit``; so the two results lie
     ``lr * (norm - limit)`` apart, where ``norm`` is the one reported before clipping."""
-    for found in answers(out, "precision_and_clipping"):
+    for found in answers(out, "clipping"):
         free, clipped = found["norms"]
         assert free > 4 * CLIPPED
         assert clipped == pytest.approx(free, rel=1e-5)
@@ -87,7 +70,7 @@ def test_a_loss_over_the_whole_step_is_the_same_for_every_split(out: Path) -> No
     for found in answers(out, "joint_steps"):
         for task, by_split in found.items():
             two_passes, uneven = by_split.pop("evaluated")
-            assert len(by_split) == 5
+            assert len(by_split) == 4
             assert uneven[0]["loss"] == pytest.approx(two_passes[0]["loss"], rel=1e-4), task
             wanted = by_split["0: [4, 4] x 1"]
             for name, numbers in by_split.items():
@@ -100,7 +83,7 @@ def test_a_network_that_is_used_twice_in_a_backward_pass_trains_as_one_that_is_u
 ) -> None:
     """Both passes of it count, at every stage, also in bf16 with a bucket for all gradients."""
     for found in answers(out, "used_twice"):
-        assert len(found) == 5
+        assert len(found) == 4
         for name, (once, twice) in found.items():
             tolerance = 2 * BF16 if "bf16" in name else 1e-5  # of two passes that are summed
             for expected, got in zip(once, twice, strict=True):
@@ -116,7 +99,7 @@ def test_dpo_trains_as_its_reference_is_computed(out: Path) -> None:
 def test_other_ways_of_computing_train_alike(out: Path) -> None:
     """Head and loss together, activation checkpointing, what ``zero.extra`` takes."""
     for found in answers(out, "same_training"):
-        assert len(found) == 20
+        assert len(found) == 13
         for name, one in found.items():
             assert one["fused"] == name.endswith("fused loss")
             # AdamW turns the rounding of a tiny gradient into a part of a step of 0.02.
@@ -130,14 +113,13 @@ def test_ranks_that_compute_again_add_up_the_same_parameters(out: Path) -> None:
     """Bit for bit, with several buckets, at every stage that has activation checkpointing by type
     of device."""
     for found in answers(out, "mixed_checkpointing"):
-        assert len(found) == 4
+        assert len(found) == 3
         for name, one in found.items():
             assert one["as_told"], name
             assert one["numbers"] == [one["numbers"][0]] * 2, name
             assert one["same"] == [True] * 2, name
-        # Beside a norm and a loss, a bucket at stage 0, and many at stages 1 and 2.
-        assert found["0"]["reductions"] < 10 < 20 < found["1"]["reductions"]
-        assert found["1"]["reductions"] < found["2"]["reductions"]
+        # Beside a norm and a loss, a bucket at stage 0, and many at stage 2.
+        assert found["0"]["reductions"] < 10 < 20 < found["2"]["reductions"]
 
 
 def test_a_step_after_an_evaluation_gathers_as_little_as_before_it(out: Path) -> None:
@@ -199,7 +181,7 @@ def test_a_trial_that_fails_leaves_the_engine_as_it_was(out: Path) -> None:
 def test_the_base_of_an_adapter_is_a_frozen_model(out: Path) -> None:
     """As a copy of its own would be, without one: no dropout, no graph, and not moved by steps."""
     for found in answers(out, "base_of_an_adapter"):
-        assert len(found) == 5
+        assert len(found) == 4
         for name, one in found.items():
             assert max(one["apart"]) <= 1e-6, name
             assert one["moved"] > 1e-3, name

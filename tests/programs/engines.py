@@ -1,7 +1,7 @@
-"""Small engines on two forked ranks: many questions to DeepSpeed at the price of one start.
+"""Small engines on two ranks: many questions to DeepSpeed at the price of one start.
 
-``python -m tests.programs.engines OUT``: every rank answers all of ``CHECKS`` and writes
-``OUT/<check>.<rank>.json``: ``{"answer": ...}`` or ``{"error": traceback}``. The tests of
+``deepspeed --num_gpus 2 --module --no_local_rank tests.programs.engines OUT [CHECK ...]``: every
+rank answers all of ``CHECKS`` and writes ``OUT/<check>.<rank>.json``. The tests of
 ``tests/integration/test_train_engines.py`` judge the answers.
 """
 
@@ -12,16 +12,13 @@ import itertools
 import json
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import deepspeed  # noqa: F401, imported for the children
 import torch
-import transformers.models.llama.modeling_llama  # noqa: F401
 
 import llmx.models.factory as model_module
 import llmx.models.loss as loss_module
@@ -49,7 +46,7 @@ from llmx.train.step import train_step
 from tests.programs.leaving import run_and_leave
 from tests.programs.state import build, fp16_allowed, job_experiment, store_of, task_of, train
 from tests.reference import NEXT_TOKEN, SEQ_LEN, VOCABULARY, word_tokenizer
-from tests.rundirs import experiment, free_port
+from tests.rundirs import experiment
 
 WORLD = 2
 OWN_TASK = "tests.programs.own_task:Everything"
@@ -107,9 +104,9 @@ def scale_of(precision: str) -> dict[str, Any]:
 
 @check
 def growing_loss_scale(out: Path) -> Any:
-    """The same four steps at a loss scale that stays and at one that doubles twice."""
+    """The same steps at a loss scale that stays and at one that doubles twice."""
     answer = {}
-    for stage in range(4):
+    for stage in (0, 1, 3):
         found = []
         for window in (1000, 2):
             extra = {"fp16": {"initial_scale_power": 8, "loss_scale_window": window}}
@@ -148,20 +145,28 @@ EXTRA = {
 """Keys of ``zero.extra`` that change how it is computed, by stage (``llmx.plan.ds_config``)."""
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "fused loss": {"model": {"fused_loss": True}},
+    "selective": {"activation_checkpointing": "selective"},
+    "full": {"activation_checkpointing": "full"},
+    "compiled": {"model": {"compile": True}},
+    # Each gradient to the rank that owns it, in place of an all-reduce.
+    "reduce to owner": {"zero": {"extra": {"zero_optimization": REDUCE}}},
+    **{f"extra {n}": {"zero": {"extra": {"zero_optimization": of}}} for n, of in EXTRA.items()},
+}
+TRIED = {
+    (1, "fp32"): ("full", "reduce to owner", "extra 1"),
+    (2, "fp32"): ("fused loss", "selective", "compiled", "reduce to owner", "extra 2"),
+    (3, "fp32"): ("fused loss", "full", "extra 3"),
+    (2, "fp16"): ("fused loss", "selective"),
+}
+
+
 @check
 def same_training(out: Path) -> Any:
     """Three steps the plain way and in ways that must compute the same, by stage."""
-    recipes: dict[str, dict[str, Any]] = {
-        "fused loss": {"model": {"fused_loss": True}},
-        "selective": {"activation_checkpointing": "selective"},
-        "full": {"activation_checkpointing": "full"},
-        "compiled": {"model": {"compile": True}},
-        # Each gradient to the rank that owns it, in place of an all-reduce.
-        "reduce to owner": {"zero": {"extra": {"zero_optimization": REDUCE}}},
-        "extra keys": {},
-    }
     answer: dict[str, Any] = {}
-    for stage, precision in ((1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "fp16")):
+    for (stage, precision), names in TRIED.items():
         base = {
             "stage": stage,
             "precision": precision,
@@ -174,15 +179,8 @@ def same_training(out: Path) -> Any:
         plain, numbers = trained(base, out, steps=3)
         wanted = masters(plain)
         plain.engine.destroy()
-        for name, change in recipes.items():
-            if name == "reduce to owner" and stage not in (1, 2):
-                continue
-            if name == "compiled" and (stage, precision) != (2, "fp32"):
-                continue
-            if name == "extra keys":
-                if stage not in EXTRA:
-                    continue
-                change = {"zero": {"extra": {"zero_optimization": EXTRA[stage]}}}
+        for name in names:
+            change = WAYS[name]
             job = {**base, **change, "zero": {**base["zero"], **change.get("zero", {})}}
             with mock.patch.object(model_module, "compile_blocks", compiled_quickly):
                 engine, others = trained(job, out, steps=3)
@@ -196,7 +194,7 @@ def same_training(out: Path) -> Any:
 
 
 MIXED_JOBS: dict[str, dict[str, Any]] = {
-    **{str(stage): {"stage": stage, "kind": "gpt2"} for stage in range(3)},
+    **{str(stage): {"stage": stage, "kind": "gpt2"} for stage in (0, 2)},
     "2-lora": {
         "stage": 2,
         "adapter": {"kind": "lora", "rank": 2, "targets": ["all-linear"], "dropout": 0.5},
@@ -442,7 +440,7 @@ def joint_steps(out: Path) -> Any:
     one pass, two passes, and uneven ranks."""
     answer: dict[str, Any] = {task: {} for task in JOINT}
     one_pass, two_passes, uneven = ([4, 4], 1), ([2, 2], 2), ([3, 1], 2)
-    splits = ((0, one_pass), (2, one_pass), (2, uneven), (3, two_passes), (3, uneven))
+    splits = ((0, one_pass), (2, uneven), (3, two_passes), (3, uneven))
     for task, (stage, (micro_batches, accumulation)) in itertools.product(JOINT, splits):
         job = {
             "stage": stage,
@@ -455,7 +453,7 @@ def joint_steps(out: Path) -> Any:
             "zero": {"param_persistence_threshold": 0},
         }
         made = built(job, out)
-        answer[task][f"{stage}: {micro_batches} x {accumulation}"] = made.train(0, 3)
+        answer[task][f"{stage}: {micro_batches} x {accumulation}"] = made.train(0, 2)
         if stage == 3:
             measures = evaluated(made).values()
             found = [m.values() for m in measures if isinstance(m, Accumulator)]
@@ -468,7 +466,7 @@ def joint_steps(out: Path) -> Any:
 def used_twice(out: Path) -> Any:
     """Losses and gradient norms of one forward pass, and of two before one backward pass."""
     answer = {}
-    cases = [*((stage, "bf16", 10**6) for stage in range(3)), (2, "fp32", 500), (3, "bf16", 500)]
+    cases = ((0, "bf16", 10**6), (1, "bf16", 10**6), (2, "fp32", 500), (3, "bf16", 500))
     for stage, precision, bucket in cases:
         numbers = []
         for task in ("pretrain", "tests.programs.own_task:Twice"):
@@ -480,7 +478,7 @@ def used_twice(out: Path) -> Any:
                 "accumulation": 2,
                 "zero": {"reduce_bucket_size": bucket, "param_persistence_threshold": 0},
             }
-            engine, found = trained(job, out, steps=3)
+            engine, found = trained(job, out, steps=2)
             numbers.append(found)
             engine.engine.destroy()
         answer[f"{stage} {precision} {bucket}"] = numbers
@@ -516,7 +514,6 @@ def gradient_sums(out: Path) -> Any:
         ("1", 1, {}, "bf16"),
         ("1", 1, {}, "fp32"),
         ("3", 3, {}, "fp32"),
-        ("2-offload", 2, offload, "bf16"),
         ("2-offload", 2, offload, "fp32"),
         ("3-offload", 3, offload, "fp32"),
     ):
@@ -604,14 +601,9 @@ def exact_gradient(exp: Any, step: Any) -> dict[str, torch.Tensor]:
 
 
 @check
-def precision_and_clipping(out: Path) -> Any:
-    """Losses of six steps in fp32 and in bf16; of one step of SGD, clipped and not, the norms that
-    were reported, and the norm of the difference of the two updates."""
-    losses = {}
-    for precision in ("fp32", "bf16"):
-        engine, numbers = trained({"stage": 1, "precision": precision}, out, steps=6)
-        losses[precision] = [loss for loss, _ in numbers]
-        engine.engine.destroy()
+def clipping(out: Path) -> Any:
+    """Of one step of SGD, clipped and not: the norms that were reported, and the norm of the
+    difference of the two updates."""
     norms, weights = [], []
     for limit in (0.0, CLIPPED):
         job = {"stage": 2, "optim": "sgd", "lr": 0.5, "clip_norm": limit}
@@ -621,7 +613,7 @@ def precision_and_clipping(out: Path) -> Any:
         engine.engine.destroy()
     apart = (weights[0] - weights[1]).square().sum()
     torch.distributed.all_reduce(apart)
-    return {"losses": losses, "norms": norms, "apart": float(apart.sqrt())}
+    return {"norms": norms, "apart": float(apart.sqrt())}
 
 
 @check
@@ -630,7 +622,7 @@ def base_of_an_adapter(out: Path) -> Any:
     and after two steps; by stage, with and without activation checkpointing."""
     answer: dict[str, Any] = {}
     specs = {"policy": ModelSpec(), "reference": ModelSpec(trained=False)}
-    for stage, recompute in ((0, "none"), (1, "full"), (2, "none"), (3, "none"), (3, "full")):
+    for stage, recompute in ((0, "none"), (1, "full"), (3, "none"), (3, "full")):
         job = whole(
             {
                 "stage": stage,
@@ -698,43 +690,13 @@ def fused_loss_that_fails(out: Path) -> Any:
     return answer
 
 
-def run_rank(rank: int, port: int, out: Path, names: list[str]) -> None:
-    place = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": WORLD,
-        "LOCAL_SIZE": WORLD,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    os.environ.update({name: str(value) for name, value in place.items()})
-    join_process_group(make_plan(experiment(out, ranks=WORLD)))
-    for name in names:
-        try:
-            result = {"answer": CHECKS[name](out)}
-        except Exception:
-            result = {"error": traceback.format_exc()}
-        (out / f"{name}.{rank}.json").write_text(json.dumps(result))
-        if "error" in result:  # the ranks may no longer be at the same collective
-            print(result["error"], flush=True)
-            os._exit(1)
-    torch.distributed.destroy_process_group()
-
-
 def main() -> None:
     out, names = Path(sys.argv[1]), sys.argv[2:] or list(CHECKS)
-    pids, port = [], free_port()
-    for rank in range(WORLD):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                run_rank(rank, port, out, names)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-        pids.append(pid)
-    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids))
+    join_process_group(make_plan(experiment(out, ranks=WORLD)))
+    for name in names:
+        answer = json.dumps(CHECKS[name](out))
+        (out / f"{name}.{torch.distributed.get_rank()}.json").write_text(answer)
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
