@@ -3,8 +3,9 @@
 ``deepspeed --num_gpus 2 --module --no_local_rank tests.programs.models JOBS.json OUT``
 
 A job is ``{"name", "kind", "stage", "precision", "config"}`` and optionally ``"path"`` (weights
-to load). Rank 0 writes ``OUT/<name>.json`` with the digest of the first weights and the dtypes of
-the buffers, ``OUT/<name>.pt`` with the weights in the end, and ``OUT/<name>`` with the export.
+to load) and ``"trained": false``. Rank 0 writes ``OUT/<name>.json`` with the digest of the first
+weights and the dtypes of the buffers, and of a model that was trained ``OUT/<name>.pt`` with the
+weights in the end and ``OUT/<name>`` with the export.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from typing import Any
 import torch
 
 from llmx.checkpoint.export.model import export_model
+from llmx.config import Experiment
 from llmx.models.factory import true_vocab
 from llmx.plan import ds_config, make_plan
+from llmx.plan.types import Plan
 from llmx.train.batches import Layout, make_step
-from llmx.train.engine.build import build_engine
+from llmx.train.engine.build import Engine, build_engine
 from llmx.train.engine.process_group import join_process_group
 from llmx.train.step import train_step
 from tests.programs.leaving import run_and_leave
@@ -42,7 +45,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def run_job(job: dict[str, Any], *, out: Path, store: Any, tokenizer: Any) -> None:
-    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     exp = parity_experiment(out, ranks=world, stage=job["stage"], kind=job["kind"])
     exp.precision = job["precision"]
     exp.model.config = {**exp.model.config, **job.get("config", {})}
@@ -57,6 +60,18 @@ def run_job(job: dict[str, Any], *, out: Path, store: Any, tokenizer: Any) -> No
         "digest": digest(whole_weights(engine.module)),
         "buffers": {name: str(b.dtype) for name, b in engine.module.named_buffers()},
     }
+    if rank == 0:
+        (out / f"{job['name']}.json").write_text(json.dumps(report))
+    if job.get("trained", True):
+        train_and_export(engine, exp, plan, job["name"], out=out, store=store, tokenizer=tokenizer)
+    engine.engine.destroy()
+
+
+def train_and_export(
+    engine: Engine, exp: Experiment, plan: Plan, name: str, *, out: Path, store: Any, tokenizer: Any
+) -> None:
+    """Two steps."""
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout="packed")
     engine.set_lr(0.1)
     for number in range(2):
@@ -68,14 +83,12 @@ def run_job(job: dict[str, Any], *, out: Path, store: Any, tokenizer: Any) -> No
         engine.config,
         tokenizer=tokenizer,
         vocab_size=true_vocab(tokenizer),
-        directory=out / job["name"],
+        directory=out / name,
         dtype=engine.dtype,
         shard_bytes=SHARD_BYTES,
     )
     if rank == 0:
-        torch.save(final, out / f"{job['name']}.pt")
-        (out / f"{job['name']}.json").write_text(json.dumps(report))
-    engine.engine.destroy()
+        torch.save(final, out / f"{name}.pt")
 
 
 def main() -> None:
