@@ -16,6 +16,7 @@ import pytest
 from llmx.launch.agents.agent import ProcessTable
 from tests.cluster.launching import SMALL, LlmxRun
 from tests.cluster.netns import wait_until
+from tests.command_runs import forked, llmx
 from tests.resumed_runs import assert_planned_sizes
 
 pytestmark = pytest.mark.deepspeed
@@ -113,7 +114,7 @@ def test_an_error_of_the_users_data(tmp_path: Path) -> None:
     # Further down than what is looked at before the launch.
     data.write_text('{"prompt": "a", "response": "b"}\n' * 1200 + "not json\n")
     words = (f"data.path={data}", "data.form=prompt_response", "data.max_rows=null")
-    run = LocalRun(tmp_path, *words, "task.steps=5")
+    run = LocalRun(tmp_path, *words, "task.steps=5", forked())
     assert run.wait(timeout_s=120) == 3, run.out.read_text()
     said = run.out.read_text()
     assert f"{data}" in said
@@ -143,10 +144,10 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert "set run_dir to a directory on a larger disk" in said
         assert not list((disk / "ranks").iterdir()), "no rank was started"
         subprocess.run(["mount", "-o", "remount,size=13m", str(disk)], check=True)
-        argv = [sys.executable, "-m", "llmx", "resume", str(disk), "checkpoint.keep.last=1"]
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=240)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "saves fail" not in done.stdout + done.stderr, "there is enough"
+        resumed = ("resume", str(disk), "checkpoint.keep.last=1", forked())
+        done = llmx(tmp_path, *resumed, timeout_s=240)
+        assert done.returncode == 0, done.stdout
+        assert "saves fail" not in done.stdout, "there is enough"
         assert [path.name for path in run.dir.checkpoints.glob("step-*")] == ["step-00000006"]
         assert_planned_sizes(run.dir)
     finally:
