@@ -37,24 +37,12 @@ def test_steps_are_the_epochs_cut_into_batches(num_samples, global_batch, seed, 
         assert sorted(epoch.tolist()) == list(range(num_samples))
 
 
-@st.composite
-def splits(draw) -> tuple[BatchPlan, tuple[tuple[int, ...], ...]]:
-    """Of a step over ranks, equal in all micro steps or not; and the sizes of each rank."""
-    if draw(st.booleans()):
-        micro_batches = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any))
-        count = draw(st.integers(1, 5))
-        batch = BatchPlan(sum(micro_batches) * count, count, tuple(micro_batches), 8)
-        return batch, tuple((size,) * count for size in micro_batches)
-    row = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
-    sizes = draw(st.lists(row, min_size=1, max_size=5).map(tuple))
-    whole, micro_batches = sum(map(sum, sizes)), tuple(map(max, sizes))
-    return BatchPlan(whole, max(map(len, sizes)), micro_batches, 8, sizes), sizes
-
-
-@given(split=splits(), missing=st.integers(0, 40))
-def test_every_split_covers_the_step_once_in_order(split: tuple, missing: int):
-    batch, sizes = split
-    samples = max(0, batch.global_batch - missing)
+@pytest.mark.parametrize("sizes", [((3,), (1, 2, 1)), ((1, 4), (2, 2), (4,)), ((2,), (2,))])
+@pytest.mark.parametrize("missing", [0, 1, 5, 40])
+def test_every_unequal_split_covers_the_step_once_in_order(sizes: tuple, missing: int):
+    whole = sum(map(sum, sizes))
+    batch = BatchPlan(whole, max(map(len, sizes)), tuple(map(max, sizes)), 8, sizes)
+    samples = max(0, whole - missing)
     parts = {
         (micro_step, rank): batch.places(rank, micro_step, samples=samples)
         for rank, own in enumerate(sizes)
@@ -69,14 +57,8 @@ def test_the_order_is_fixed_for_ever():
     """A change here would change every resumed run: the numbers are part of the contract."""
     found = samples_of_step(3, global_batch=5, num_samples=8, seed=42)
     assert found.tolist() == [6, 6, 0, 7, 2]
-
-
-def test_epochs_and_seeds_differ_and_the_permutation_cannot_be_changed():
-    first = permutation(0, num_samples=100, seed=0)
-    assert first.tolist() != permutation(1, num_samples=100, seed=0).tolist()
-    assert first.tolist() != permutation(0, num_samples=100, seed=1).tolist()
     with pytest.raises(ValueError, match="read-only"):
-        first[0] = 1
+        permutation(0, num_samples=8, seed=42)[0] = 1
 
 
 def test_wrong_use_is_refused():
@@ -119,12 +101,6 @@ def test_packed():
     assert set(types.values()) == {torch.int64}
 
 
-def test_padded_gives_every_row_its_own_line():
-    batch = collate([TWO, ONE], seq_len=512, pad_id=0, layout="padded", pad_to=1)
-    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 0], [4_000_000_000, 2, 0]]
-    assert batch["segment_ids"].tolist() == [[1, 1, 1], [1, 1, 0], [1, 1, 0]]
-
-
 def test_length():
     def length(**options: int | None) -> int:
         return collate([TWO], pad_id=0, layout="packed", **options)["input_ids"].shape[1]
@@ -136,14 +112,6 @@ def test_length():
         length(seq_len=4)
     with pytest.raises(ValueError, match="loose"):
         collate([TWO], seq_len=8, pad_id=0, layout="loose")
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_no_samples_give_a_line_without_targets(layout: str):
-    batch = collate([], seq_len=512, pad_id=3, layout=layout)
-    assert batch["input_ids"].tolist() == [[3] * 8]
-    assert (batch["labels"] == IGNORE).all()
-    assert (batch["segment_ids"] == 0).all()
 
 
 TOKENS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1)), min_size=1, max_size=6)

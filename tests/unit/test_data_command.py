@@ -1,5 +1,5 @@
 """``llmx data``: the summary, the preview; near duplicates, contaminated rows, mixtures and splits
-as a new file; the bundled set, which is prepared by default."""
+as a new file; the bundled set."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmx.__main__ import main
 from llmx.cli import data as command
 from llmx.cli.data_out import Options
+from llmx.cli.main import run_here
 from llmx.cli.words import parse
-from llmx.config import Experiment
 from llmx.config.build import shown
 from llmx.data import progress
 from llmx.data.progress import MIB, PreparationProgress
@@ -28,7 +27,6 @@ from llmx.data.source.files import DEMO_DIRECTORY
 from llmx.data.store.samples import Sample
 from llmx.data.store.summary import sample_lines
 from llmx.errors import ConfigError, exit_code
-from llmx.tasks import prepare, tokenizer_of
 from tests.conftest import REPOSITORY
 from tests.data_rows import write_rows
 from tests.rundirs import experiment
@@ -64,7 +62,7 @@ def test_prepares_and_says_what_became_of_the_rows(here: Path, capfd: pytest.Cap
     rows += [{"prompt": "word " * 300, "response": "lost"}, {"prompt": "q", "response": ""}]
     path = write_rows(here / "chats.jsonl", rows)
     words = ["model=tiny", "model.tokenizer=demo", f"data.path={path}"]
-    code, said = main(["data", *words, "data.seq_len=256", "preview=1"]), capfd.readouterr()
+    code, said = run_here("data", [*words, "data.seq_len=256", "preview=1"]), capfd.readouterr()
     assert code == 0, said.err
     assert "22 read, 20 in samples" in said.out
     assert "without an answer (1), without an answer in the first seq_len tokens (1)" in said.out
@@ -73,32 +71,18 @@ def test_prepares_and_says_what_became_of_the_rows(here: Path, capfd: pytest.Cap
     for shown_of_the_sample in ("── example 6", "«", "⟨<|end|>⟩", "\n... and "):
         assert shown_of_the_sample in said.out
     assert "── example 7" not in said.out
+    assert re.search(r"time +│ preparing took", said.out)
+    assert run_here("data", [*words, "data.seq_len=256"]) == 0
+    assert re.search(r"time +│ found prepared; preparing took", capfd.readouterr().out)
     # Nothing but the store: preparing is no run.
     assert not list(here.rglob("plan.json"))
 
 
-def test_what_is_prepared_already_is_found(here: Path, capsys: pytest.CaptureFixture[str]):
-    for took in ("preparing took", "found prepared; preparing took"):
-        assert data(path="demo", max_rows=20) == 0
-        assert re.search(rf"time +│ {took}", capsys.readouterr().out)
-
-
-def test_unknown_words_are_errors(capfd):
-    assert main(["data", "data.seq_lne=3"]) == 2
-    assert 'Did you mean "data.seq_len"?' in capfd.readouterr().err
-    assert main(["data", "nonsense"]) == 2
+def test_unknown_words_are_errors():
     words = parse("data", ["preview=3", "data.seq_len=4", "split=eval"])
     assert (words.own, words.overrides) == ({"preview": "3", "split": "eval"}, ("data.seq_len=4",))
     with pytest.raises(ConfigError, match=r'prevew: no such key. Did you mean "preview"'):
         parse("data", ["prevew=3"])
-
-
-@pytest.mark.parametrize("word", ["preview=many", "split=test", "preview=" + "9" * 5000])
-def test_own_words_are_checked(here: Path, capsys: pytest.CaptureFixture[str], word: str):
-    assert data(word) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"llmx: {shown(word)}"[:50])
-    assert error.count("\n") == 1
 
 
 def test_preview_shows_every_token_once():
@@ -237,63 +221,23 @@ def test_values_are_checked(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     ):
         with pytest.raises(ConfigError, match=problem):
             Options.of(words)
+    for word in ("preview=many", "split=test", "preview=" + "9" * 5000):
+        assert data(word) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"llmx: {shown(word)}"[:50])
+        assert error.count("\n") == 1
     assert data("near=0.8", "preview=2") == 2
     assert "preview shows prepared data, and near prepares none" in capsys.readouterr().err
-
-
-def test_reviews_that_are_in_the_test_set_are_found(here: Path, real_data: Path) -> None:
-    pytest.importorskip("rensa")
-    train, test = (real_data / "book_review" / f"{name}.tsv" for name in ("train", "test"))
-    mapped = {"form": "labelled", "data_map": {"label": "label", "prompt": "text_a"}}
-    words = [f"decontaminate={test}", "near=0.8", "out=clean.jsonl"]
-    assert data(*words, path=str(train), max_rows=3000, **mapped) == 0
-    in_test = {line.split("\t")[1] for line in test.read_text().splitlines()}
-    removed = json.loads(Path("clean.provenance.json").read_text())["rows_removed"]
-    assert removed["contaminated"] > 30
-    texts = [row["text_a"] for row in read("clean.jsonl")]
-    assert not any(words_of(text) for text in in_test & set(texts)), "none but symbols"
-    assert len(texts) == 3000 - sum(removed.values())
 
 
 # The bundled set
 
 
-def files(directory: Path) -> dict[str, bytes]:
-    paths = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
-
-
 def test_the_script_makes_the_bundled_bytes(tmp_path: Path):
     script = REPOSITORY / "scripts" / "make_demo_data.py"
     subprocess.run([sys.executable, str(script), "--output", str(tmp_path)], check=True)
-    made, bundled = files(tmp_path), files(DEMO_DIRECTORY)
-    assert sorted(made) == sorted(bundled)
-    assert [name for name in made if made[name] != bundled[name]] == []
-    assert sum(map(len, bundled.values())) < 2_000_000
-
-
-def test_eval_prompts_are_new_and_no_answer_is_cheap():
-    """Exact match near 0 before training means something only if it is not cheap to get."""
-    train, held_out = (read(str(DEMO_DIRECTORY / f"{name}.jsonl")) for name in ("train", "eval"))
-    asked = [{row["prompt"].lower() for row in rows} for rows in (train, held_out)]
-    assert (len(train), len(held_out)) == (len(asked[0]), len(asked[1])) == (6000, 160)
-    assert not asked[0] & asked[1]
-    answers = [row["response"] for row in held_out]
-    assert max(answers.count(answer) for answer in answers) / len(answers) < 0.05
-    assert not any(row["prompt"] == row["response"] for row in held_out)
-
-
-def test_it_prepares_with_a_tokenizer_that_knows_every_text(tmp_path: Path):
-    exp = Experiment()
-    exp.model.tokenizer = exp.data.path = "demo"
-    exp.data.seq_len, exp.data.cache_dir = 128, str(tmp_path)
-    tokenizer = tokenizer_of(exp)
-    for text in ("maple, river.", "Ünïcode 春 🙂 \n\ttabs", "<|end|> is text"):
-        assert tokenizer.decode(tokenizer(text, split_special_tokens=True)["input_ids"]) == text
-    assert len(tokenizer) == 1024
-    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
-    train, held_out = prepare(exp, tokenizer), prepare(exp, tokenizer, split="eval")
-    assert (train.num_sequences, held_out.num_sequences) == (6000, 160)
-    assert (train.meta["dropped"], train.meta["truncated"]) == ({}, 0)
-    assert train.meta["num_tokens"] > 0.9 * 128 * len(train)
-    assert {int(tokens[-1]) for tokens, _ in held_out[0].sequences()} == {tokenizer.eos_token_id}
+    made, bundled = (
+        {path.relative_to(place): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+        for place in (tmp_path, DEMO_DIRECTORY)
+    )
+    assert made == bundled

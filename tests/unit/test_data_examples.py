@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -13,8 +12,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from llmx import data
 from llmx.config import DataConfig, Experiment, SourceConfig
@@ -23,7 +20,6 @@ from llmx.data import (
     Conversation,
     Document,
     Example,
-    Labelled,
     Preference,
     Record,
     Rejected,
@@ -35,7 +31,6 @@ from llmx.data import (
 from llmx.data.split import DatasetSplit
 from llmx.data.store import build
 from llmx.data.store.build import fates_of
-from llmx.data.store.packing import best_fit, of_sequences, one_each
 from llmx.data.store.summary import print_samples, report, summary
 from llmx.data.tokenize import encoder as blocks
 from llmx.data.tokenize.conversations import Renderer, TokenSequence
@@ -212,11 +207,13 @@ def test_collated_packed_and_padded(pairs: SampleStore):
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_a_rank_without_samples_has_no_examples(layout: str):
-    batch = collate([], seq_len=96, pad_id=0, layout=layout, columns=Pairs.columns)
+    batch = collate([], seq_len=96, pad_id=3, layout=layout, columns=Pairs.columns)
     shapes = {name: tuple(values.shape) for name, values in batch.items()}
     assert shapes["weights"] == shapes["old_logp"] == shapes["sequence_ids"] == (1, 8)
     assert (shapes["example_ids"], shapes["label"], shapes["score"]) == ((0,), (0,), (0, 2))
-    assert int(batch["sequence_ids"].max()) == 0
+    assert int(batch["sequence_ids"].max()) == int(batch["segment_ids"].max()) == 0
+    assert batch["input_ids"].tolist() == [[3] * 8]
+    assert (batch["labels"] == data.IGNORE).all()
 
 
 # Truncation
@@ -246,10 +243,11 @@ def answer(prompt: int, completion: int, first: int = 0) -> Tokens:
     return Tokens(ids, weight=[0] * prompt + [1] * completion)
 
 
-def test_which_end_may_go_is_said_by_the_task():
+def test_which_end_may_go_is_said_by_the_task_and_what_fits_is_left_alone():
     one = answer(4, 8)
     assert cut(one, limit=10) == ([list(range(10))], [1, 2])
     assert cut(one, by="start", limit=10)[0] == [list(range(2, 12))]
+    assert cut(one, limit=12) == ([one.ids], [0, 0])
     # Only conversations have a prompt that may go.
     for row, by in ((one, "none"), (one, "prompt"), (answer(6, 1), "auto")):
         sequences = (row, row) if by == "auto" else (row,)
@@ -262,25 +260,6 @@ def test_which_end_may_go_is_said_by_the_task():
     assert cut(one, limit=10, over_long="drop") == (None, {"too long": 1})
     with pytest.raises(DataError, match=r"14 tokens in 2 sequences, data\.seq_len is 10"):
         cut(answer(1, 9), answer(1, 3), limit=10, over_long="error")
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 12), st.integers(0, 6)), min_size=1, max_size=4),
-    st.sampled_from(["end", "start"]),
-    st.integers(2, 30),
-)
-def test_what_is_cut_fits_and_is_counted(shapes: list[tuple[int, int]], by: str, limit: int):
-    sequences = [answer(prompt, completion) for prompt, completion in shapes]
-    total = sum(map(sum, shapes))
-    left, counts = cut(*sequences, by=by, limit=limit)
-    if left is None:
-        assert sum(counts.values()) == 1
-        assert total > limit
-        return
-    assert sum(map(len, left)) == total - counts[1] <= limit
-    assert all(left)
-    if total <= limit:
-        assert (left, counts) == ([list(one.ids) for one in sequences], [0, 0])
 
 
 # Prompts that are cut as text: the label is whole
@@ -326,10 +305,6 @@ def test_the_oldest_turns_go_first():
     assert [m.content for m in fitting.messages] == ["a", "b", "a", "b"]
 
 
-def test_a_label_that_does_not_fit_is_no_row():
-    assert shortened(labelled("q", "label " * 10), 30, "right") is None
-
-
 def labelled_rows(directory: Path, rows: list[tuple[str, str]], **data: object) -> Experiment:
     content = "label\ttext_a\n" + "".join(f"{label}\t{text}\n" for label, text in rows)
     data_map = {"prompt": "text_a", "label": "label"}
@@ -346,8 +321,6 @@ def test_no_label_is_lost(tmp_path: Path):
     assert store.meta["truncated_tokens"] > 200
     left_out = "left out: answer longer than seq_len (1); truncated: 1 row to 64 tokens"
     assert left_out in summary(store)
-    other = prepare(labelled_rows(tmp_path, rows, truncate_prompt="right"), CHATTY)
-    assert other.path != store.path
     dropped = prepare(labelled_rows(tmp_path, rows, over_long="drop"), CHATTY)
     assert dropped.num_sequences == 1
 
@@ -361,38 +334,7 @@ def test_an_eval_prompt_is_cut_as_it_is_trained(tmp_path: Path):
     assert max(rows, key=len)[: len(prompts[1].tokens)] == list(prompts[1].tokens)
 
 
-# Packing
-
-
-@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), max_size=30), st.booleans())
-def test_whole_examples_are_placed_once(examples: list[list[int]], packs: bool):
-    sizes = np.array([len(one) for one in examples], np.int64)
-    lengths = np.array(list(itertools.chain(*examples)), np.int64)
-    totals = np.array([sum(one) for one in examples], np.int64)
-    placed = (best_fit if packs else one_each)(totals, capacity=36)
-    items, begins = of_sequences(placed.items, sizes)
-    assert sorted(items.tolist()) == list(range(len(lengths)))
-    firsts = np.cumsum(sizes) - sizes
-    for number, (start, stop) in enumerate(itertools.pairwise(begins.tolist())):
-        example = int(placed.items[number])
-        first = int(firsts[example])
-        assert items[start:stop].tolist() == list(range(first, first + int(sizes[example])))
-    for start, stop in itertools.pairwise(placed.samples.tolist()):
-        assert lengths[items[begins[start] : begins[stop]]].sum() <= 36
-
-
 # What a task may be, and what it is told
-
-
-class Labels(Task):
-    """A label instead of an answer."""
-
-    name = "labels"
-    takes: ClassVar[tuple[type, ...]] = (Labelled,)
-    columns: ClassVar[tuple[Column, ...]] = (Column("label", per="example", dtype="int64"),)
-
-    def encode(self, row: Labelled) -> Example | None:
-        return Example.of(Document(row.text, row.where), label=int(row.label))
 
 
 ONE = Tokens([1])
@@ -441,8 +383,9 @@ def test_records_of_no_known_format(tmp_path: Path):
     ],
 )
 def test_what_a_task_gives_is_checked(tmp_path: Path, example: Any, message: str):
-    class Wrong(Labels):
-        takes: ClassVar[tuple[type, ...]] = (Record,)
+    class Wrong(Raw):
+        name = "labels"
+        columns: ClassVar[tuple[Column, ...]] = (Column("label", per="example", dtype="int64"),)
 
         def encode(self, row: Record) -> Example | None:
             return example
@@ -486,7 +429,6 @@ def test_what_does_not_go_together_is_said(tmp_path: Path):
         prepared(concat)
     with pytest.raises(ConfigError, match=r"several sequences that belong together \(here 2\)"):
         prepared(concat, Plain)
-    assert prepared(experiment(tmp_path, [pair_row(1)]), Plain)[0].example_sizes() == [2]
     with pytest.raises(DataError, match=r"rows\.jsonl, line 5: an unlucky number"):
         of_pairs(tmp_path, range(1, 6), on_bad_row="fail")
 
@@ -536,19 +478,16 @@ def test_a_fast_encoder_is_proven_on_the_first_texts_and_the_first_chats(
 ) -> None:
     monkeypatch.setattr(build, "FAST_FROM_BYTES", 1 if is_large else 1 << 30)
     proven: list[str] = []
-    monkeypatch.setattr(
-        blocks.TextEncoder, "choose", lambda self, texts: proven.append(texts[0][:1])
-    )
-    monkeypatch.setattr(
-        blocks.ConversationEncoder,
-        "choose",
-        lambda self, chats: proven.append(str(len(chats))),
-    )
-    texts = [{"text": "x" * 100}] * 30
-    chats = [{"prompt": f"q{number}", "response": "y" * 90} for number in range(90)]
+    for encoder, seen in (
+        (blocks.TextEncoder, lambda self, texts: proven.append(texts[0][:1])),
+        (blocks.ConversationEncoder, lambda self, chats: proven.append(str(len(chats)))),
+    ):
+        monkeypatch.setattr(encoder, "choose", seen)
+    both = {"texts": [{"text": "x" * 100}] * 30}
+    both["chats"] = [{"prompt": f"q{number}", "response": "y" * 90} for number in range(90)]
     sources = [
         SourceConfig(path=str(write_rows(tmp_path / f"{name}.jsonl", rows)))
-        for name, rows in (("texts", texts), ("chats", chats))
+        for name, rows in both.items()
     ]
     prepared(experiment(tmp_path, [], path="", form="auto", sources=sources), Anything)
     assert sorted(proven) == (["90", "x"] if is_large else [])

@@ -61,7 +61,7 @@ KEYS = [
     "messages", "conversations", "text", "title", "name", "arguments", "functions", "thinking", "",
     "\x1b", "note",
 ]  # fmt: skip
-NAMES = ("role", "from", "type", "id", "tool_call_id", "name")
+NAMES = {"role", "from", "type", "id", "tool_call_id", "name"}
 """Keys of values that say who speaks and how, not what is said."""
 
 
@@ -124,7 +124,7 @@ def lost(row: dict[str, Any], found: Any, source: Source) -> list[tuple[str, tup
     for text, path in texts(row):
         column = path[0]
         named = {column, *(f"{column}.{name}" for name in path[1:3])}
-        if named & source.ignored or set(path) & set(NAMES) or text in ("[]", "null"):
+        if named & source.ignored or NAMES & {*path} or text in ("[]", "null"):
             continue
         if source.form == "preference" and column == "rejected":
             continue  # of a pair, the chosen answer is learned
@@ -140,10 +140,8 @@ def lost(row: dict[str, Any], found: Any, source: Source) -> list[tuple[str, tup
 @pytest.mark.parametrize("seed", [1, 2])
 def test_mutated_rows(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
-    renderers = [
-        Renderer(byte_tokenizer(*CHATML, "<|call|>", chat_template=template))
-        for template in (OWN, WITHOUT)
-    ]
+    tokenizers = [byte_tokenizer(*CHATML, "<|call|>", chat_template=t) for t in (OWN, WITHOUT)]
+    renderers = [*map(Renderer, tokenizers)]
     path = tmp_path / "rows.jsonl"
     outcomes = {"row": 0, "nothing": 0, "error": 0}
     for _ in range(ROWS):
@@ -153,15 +151,15 @@ def test_mutated_rows(tmp_path: Path, seed: int) -> None:
         row = row if isinstance(row, dict) else {"x": row}
         path.write_text(json.dumps(row) + "\n")
         source = Source.of(DataConfig(), SourceConfig(path=str(path)), split="train")
+        problem: LlmxError | None
         try:
             (found,) = source.rows(refuse)
             if isinstance(found, Conversation):
                 for renderer in renderers:
                     renderer.conversations([found])
-        except LlmxError as error:
-            problem: LlmxError | None = error
-        else:
             problem = None
+        except LlmxError as error:
+            problem = error
         if problem is not None:
             outcomes["error"] += 1
             assert str(problem).startswith(f"{path}, line 1: "), (row, str(problem))

@@ -12,8 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from llmx.data.source import lines
 from llmx.data.source.files import read_file, source_files
@@ -63,16 +61,13 @@ def test_tsv_has_no_quoting(tmp_path: Path):
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"a\.jsonl, line 2, column 13: not JSON"),
-        ("a.jsonl", b'{"text": "a"}\n"b"\n', r"a\.jsonl, line 2: b is not an object"),
         ("a.jsonl", b'{"a": 1}\n{"text": "\xff"}\n', r"line 2, column 11: not UTF-8.*iconv"),
         ("a.jsonl", '{"text": "caf\u00e9"}'.encode("latin-1"), "like LATIN1.*iconv -f LATIN1 -t"),
         ("a.jsonl", '{"text": "\u6625\u5929"}'.encode("gb18030"), "iconv -f GB18030 -t UTF-8"),
         ("a.json", '[{"text": "a"}]'.encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
         ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], "damaged or cut off"),
-        ("a.jsonl.gz", LINES, "damaged or cut off"),
         ("a.jsonl.zst", zstd(LINES)[:-3], "damaged or cut off"),
         ("a.jsonl.xz", b"", r"\.xz files are not read\. Unpack it first: `unxz -k .*a\.jsonl\.xz"),
-        ("a.jsonl.bz2", b"", r"\.bz2 files are not read\. Unpack it first: `bunzip2 -k /"),
         ("a b.zip", b"", r"\.zip files are not read\. Unpack it first: `unzip '.*/a b\.zip'`"),
         ("a.parquet.gz", b"", "compressed inside"),
         ("README.md", b"", r"README\.md: \.md files are not read; those that end in"),
@@ -80,11 +75,8 @@ def test_tsv_has_no_quoting(tmp_path: Path):
         ("a.tsv", b"a\tb\tb\n1\t2\t3\n", 'line 1: the header names the column "b" twice'),
         # Arrays
         ("a.json", b'[{"a": 1},\n {"a": }]', r"a\.json, line 2, column 8: not JSON"),
-        ("a.json", b'[{"a": 1},\n {"a": 2}', r"line 2, column 10: not JSON"),
         ("a.json", b'[{"a": 1}\n {"a": 2}]', r"line 2, column 2: not JSON \(Expecting ',' delim"),
-        ("a.json", b'[{"a": 1},\n {"a": tru', "line 2, column 8: not JSON"),
         ("a.json", b'[{"a": 1},\n {"a": "xy', "line 2, column 8: not JSON"),
-        ("a.json", b'[{"a": 1},\n]', "line 2, column 1: not JSON"),
         ("a.json", b'[{"a": 1}]\n[]', "line 2, column 1: not JSON .Extra data"),
         ("a.json", b'[{"a": 1},\n {"a": "\xff"}]', "line 2, column 9: not UTF-8"),
         ("a.json", b'[{"a": 1}, 31]', r"a\.json, row 2: 31 is not an object"),
@@ -97,30 +89,6 @@ def test_what_is_wrong_is_said(tmp_path: Path, name: str, content: bytes, messag
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         values(tmp_path / name)
-
-
-@settings(max_examples=30)
-@given(
-    rows=st.lists(
-        st.dictionaries(
-            st.text(max_size=3),
-            st.recursive(
-                st.none() | st.booleans() | st.integers() | st.text(max_size=8),
-                lambda inner: st.lists(inner, max_size=3),
-                max_leaves=5,
-            ),
-            max_size=3,
-        ),
-        max_size=6,
-    ),
-    indent=st.sampled_from([None, 2]),
-    ascii_only=st.booleans(),
-)
-def test_arrays_are_read(tmp_path_factory, rows, indent, ascii_only):
-    path = tmp_path_factory.mktemp("arrays") / "rows.json"
-    text = json.dumps(rows, indent=indent, ensure_ascii=ascii_only)
-    path.write_bytes(text.encode("utf-8", "surrogatepass") if ascii_only else text.encode())
-    assert values(path) == rows
 
 
 def test_a_large_array_is_refused_with_the_command_that_converts_it(tmp_path: Path, monkeypatch):
@@ -169,7 +137,6 @@ def test_files_of_a_path(tmp_path: Path):
             {"split": "train_b"},
             [1],
         ),
-        (["dev.jsonl", "more.jsonl"], {}, [0, 1]),
     ],
 )
 def test_one_split_of_a_directory(tmp_path: Path, files: list[str], options: Any, read: list[int]):

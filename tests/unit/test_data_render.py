@@ -10,14 +10,12 @@ import itertools
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from llmx.cli.generate import PromptLayout
-from llmx.config import Experiment
 from llmx.data.eval_prompts import stop_token_ids
 from llmx.data.format.columns import Reading
 from llmx.data.format.formats import FORMATS
@@ -27,9 +25,8 @@ from llmx.data.source.records import Record
 from llmx.data.tokenize.conversations import Renderer, TokenSequence
 from llmx.data.tokenize.documents import TextEncoder
 from llmx.errors import ConfigError, DataError
-from llmx.tasks import prepare, tokenizer_of
 from tests.chat_templates import OF_TRL, PUBLISHED
-from tests.data_rows import CHATML, WHERE, chat, learned, of_rows, sequences, turn
+from tests.data_rows import CHATML, WHERE, chat, learned, turn
 from tests.small_tokenizers import byte_tokenizer
 
 LLAMA3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -105,28 +102,18 @@ def test_own_templates_without_an_end_or_that_refuse():
         rendered(refusing, chat("U", "A"))
 
 
-def test_spans_equal_the_templates_own_generation_marks():
-    """The demo's template marks its answers; ours are found without the marks."""
-    exp = Experiment()
-    exp.model.tokenizer = "demo"
-    tokenizer = tokenizer_of(exp)
-    conversation = chat("Who has the kite?", "Anna has it.", "And the ball?", "Ben, naïve 春.")
-    (row,) = Renderer(tokenizer).conversations([conversation])
-    own = tokenizer.apply_chat_template(
-        [turn(m.role, m.content) for m in conversation.messages],
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
-    assert row.tokens.tolist() == own["input_ids"]
-    assert row.targets.tolist() == [bool(mark) for mark in own["assistant_masks"]]
+def test_a_system_message_goes_into_the_first_turn_where_the_template_has_no_place_for_it():
+    tokenizer, renderer = of_trl("gemma")
+    (row,) = renderer.conversations([chat("U1\n", " A1 ", system=" Be.")])
+    asked = "<bos><start_of_turn>user\nBe.\n\nU1<end_of_turn>\n<start_of_turn>model\n"
+    assert marked(tokenizer, row) == f"{asked}«A1<end_of_turn>»"
 
 
 def test_stop_tokens():
     tokenizer = byte_tokenizer(*CHATML)
-    ids = tokenizer.convert_tokens_to_ids
-    expected = sorted([ids("<|im_end|>"), ids("</s>")])
-    assert stop_token_ids(tokenizer, template="chatml") == expected
-    assert stop_token_ids(tokenizer, template="vicuna") == [ids("</s>")]
+    end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "</s>"])
+    assert stop_token_ids(tokenizer, template="chatml") == sorted([end, eos])
+    assert stop_token_ids(tokenizer, template="vicuna") == [eos]
 
 
 def test_documents_have_a_begin_an_end_and_plain_text_between():
@@ -237,21 +224,6 @@ def of_trl(name: str) -> tuple[Any, Renderer]:
     return tokenizer, Renderer(tokenizer)
 
 
-def test_a_template_that_trims_and_refuses_a_system_message():
-    tokenizer, renderer = of_trl("gemma")
-
-    def text(conversation: Conversation) -> str:
-        return marked(tokenizer, *renderer.conversations([conversation]))
-
-    asked, answers = "<start_of_turn>user\n{}<end_of_turn>\n", "<start_of_turn>model\n"
-    first, second = asked.format("U1") + answers, asked.format("U2") + answers
-    expected = f"<bos>{first}«A1<end_of_turn>»\n{second}«A2<end_of_turn>»"
-    assert text(chat("  U1\n", " A1 ", "U2", "A2")) == expected
-    # The system message goes into the first turn, where the template has no place for it.
-    with_system = asked.format("Be.\n\nU1") + answers
-    assert text(chat("U1", "A1", system="Be.")) == f"<bos>{with_system}«A1<end_of_turn>»"
-
-
 def screen_rows() -> dict[str, list[dict[str, Any]]]:
     """Chats by what is in them: calls and their results, thoughts in contents and beside them."""
 
@@ -298,7 +270,7 @@ JSON_CALLS = re.compile("qwen2_5|qwen3(_training|_vl.*|_instruct.*)?$")
 @pytest.mark.parametrize("name", [n for n in OF_TRL if n.removesuffix("_training") not in NO_TEXT])
 def test_every_template_of_trl_writes_calls_and_thoughts_in_one_way(name: str):
     tokenizer, renderer = of_trl(name)
-    stops = renderer.stop_token_ids
+    stops, only_last = renderer.stop_token_ids, Renderer(tokenizer, loss_on="last")
     # What a model is asked is the template's own generation prompt.
     asked = tokenizer.apply_chat_template(
         [turn("user", "Q")], add_generation_prompt=True, return_dict=True
@@ -312,13 +284,13 @@ def test_every_template_of_trl_writes_calls_and_thoughts_in_one_way(name: str):
         row, _ = FORMATS["messages"].read(record, Reading(), Conversation)
         assert isinstance(row, Conversation)
         if NO_FIELD.match(name) and any("reasoning_content" in one for one in messages):
-            with pytest.raises(
-                DataError, match='it does not write "reasoning_content".*on_bad_row'
-            ):
+            with pytest.raises(DataError, match='not write "reasoning_content".*on_bad_row'):
                 renderer.conversations([row])
             continue
         (sequence,) = renderer.conversations([row])
         completions[case] = learned(tokenizer, sequence)
+        (alone,) = only_last.conversations([row])
+        assert learned(tokenizer, alone) == completions[case][-1:]
         assert len(completions[case]) == sum(m.role == "assistant" for m in row.messages)
         # The model stops where it must, and nowhere before.
         assert int(sequence.tokens[-1]) in stops
@@ -354,11 +326,7 @@ def test_every_template_of_trl_writes_calls_and_thoughts_in_one_way(name: str):
 def test_a_model_that_has_learned_a_row_by_heart_completes_its_prompt(name: str):
     """The prompt and the completion are the trained row; the completion ends at a stop token; and
     the prompt is the template's generation prompt, unless a system message is moved."""
-    if name in PUBLISHED:
-        tokenizer = PUBLISHED[name].tokenizer()
-    else:
-        tokenizer, _ = of_trl(name)
-    renderer = Renderer(tokenizer)
+    tokenizer, renderer = (of_template if name in PUBLISHED else of_trl)(name)
     stops = stop_token_ids(tokenizer)
     for turns, system in itertools.product((1, 2), (False, True)):
         asked = conversation(turns, system=system, tools=False)
@@ -396,64 +364,3 @@ def test_tools_of_all_rows_have_one_syntax():
     assert text(function) == own
     with pytest.raises(DataError, match=r"line 7.*no attribute 'description'.*on_bad_row=skip"):
         text({"name": "warm"})
-
-
-def of_case(
-    real_data: Path, tmp_path: Path, file: str, template: str, **data: Any
-) -> list[tuple[str, list[str]]]:
-    """(text, what is learned of it) of each row, as a run prepares them."""
-    tokenizer, _ = of_trl(template)
-    options = {"path": str(real_data / "cases" / file), "seq_len": 2048, "packing": "none", **data}
-    store = prepare(of_rows(tmp_path, [], **options), tokenizer)
-    rows = sequences(store)
-    return [(tokenizer.decode(row.tokens), learned(tokenizer, row)) for row in rows]
-
-
-@pytest.mark.parametrize(
-    ("case", "template", "call"),
-    [
-        (
-            "a04-calls-in-two-syntaxes",
-            "qwen3_5_think",
-            "<function=weather>\n<parameter=city>\nOslo",
-        ),
-        ("a04-calls-in-two-syntaxes", "qwen3_6", "<function=weather>\n<parameter=city>\nOslo"),
-        ("a04-calls-in-two-syntaxes", "gptoss", " to=functions.weather<|channel|>commentary json"),
-        ("a06-nemotron-calls", "nemotron_3_nano", "<function=weather>\n<parameter=city>\nOslo"),
-    ],
-)
-def test_calls_of_all_rows_have_one_syntax(
-    real_data: Path, tmp_path: Path, case: str, template: str, call: str
-):
-    rows = of_case(real_data, tmp_path, f"{case}/tools_mixed.jsonl", template)
-    assert [len(spans) for _, spans in rows] == [2, 3]
-    assert all(call in spans[0] and '{"name"' not in spans[0] for _, spans in rows)
-
-
-@pytest.mark.parametrize(
-    ("file", "template", "answer"),
-    [
-        ("think1.jsonl", "deepseek_r1_distill", "Easy sum.\n</think>\n\n4<|end_of_sentence|>"),
-        ("think.jsonl", "deepseek_r1_distill", "Easy sum.\n</think>\n\n4<|end_of_sentence|>"),
-        ("think.jsonl", "qwen3_5_think", "Easy sum.\n</think>\n\n4<|im_end|>"),
-        ("think.jsonl", "qwen3_6", "Easy sum.\n</think>\n\n4<|im_end|>"),
-    ],
-)
-def test_the_last_answer_is_learned_with_its_thought(
-    real_data: Path, tmp_path: Path, file: str, template: str, answer: str
-):
-    file = f"a08-r1-thinking/{file}"
-    ((_, spans),) = of_case(real_data, tmp_path, file, template, loss_on="last")
-    found = [span.replace("\uff5c", "|").replace("\u2581", "_") for span in spans]
-    assert found == [answer]
-
-
-def test_columns_and_files_bring_nothing_else(real_data: Path, tmp_path: Path):
-    case = "a09-parquet-tool-nulls/tools_union"
-    lines, columns = (
-        of_case(real_data, tmp_path, f"{case}.{suffix}", "qwen3") for suffix in ("jsonl", "parquet")
-    )
-    assert lines == columns
-    assert (
-        len(of_case(real_data, tmp_path, "a11-train-and-test-in-one-directory/snap", "qwen3")) == 4
-    )

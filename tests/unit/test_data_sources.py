@@ -135,11 +135,6 @@ def test_weights_and_limits(tmp_path: Path):
     assert split_of(sources=half).identity() != found.identity()
 
 
-def test_a_source_without_a_path():
-    with pytest.raises(ConfigError, match=r"sources\[0\]\.path is empty"):
-        questions(sources=[SourceConfig()])
-
-
 def test_identical_rows_are_taken_once_and_never_held_out(tmp_path: Path):
     rows = [{"prompt": f"q{i % 6}", "response": "A", "id": i} for i in range(12)]
     path = str(write_rows(tmp_path / "rows.jsonl", rows))

@@ -17,17 +17,14 @@ from llmx.data.examples import Column
 from llmx.data.store.precomputed import Precomputed, check_values
 from llmx.data.store.samples import locked
 from llmx.errors import ConfigError, DataError
-from tests import forks
 from tests.small_stores import write_store
 
 SAMPLES = [
-    Sample(np.array([1, 2, 3], np.uint32), np.array([0, 1, 1], np.bool_), np.array([0])),
-    Sample(
-        np.array([4_294_967_295, 5, 6, 7], np.uint32),
-        np.array([0, 1, 0, 1], np.bool_),
-        np.array([0, 2]),
-    ),
-]
+    Sample(np.array(tokens, np.uint32), np.array(targets, np.bool_), np.array(starts))
+    for tokens, targets, starts in (
+        ([1, 2, 3], [0, 1, 1], [0]), ([4_294_967_295, 5, 6, 7], [0, 1, 0, 1], [0, 2]),
+    )
+]  # fmt: skip
 
 
 def write(path: Path) -> SampleStore:
@@ -46,8 +43,11 @@ def check_same(store: SampleStore) -> None:
 
 def test_round_trip(tmp_path: Path):
     write(tmp_path / "s")
-    store = SampleStore.open(tmp_path / "s")
+    inode = (tmp_path / "s").stat().st_ino
+    store = write(tmp_path / "s")  # who comes second uses what is there
     check_same(store)
+    assert (tmp_path / "s").stat().st_ino == inode
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
     assert (store.fingerprint, store.seq_len, store.num_sequences) == ("abc", 8, 3)
     assert store.meta["note"] == "ü"
     assert (store.meta["num_tokens"], store.meta["num_target_tokens"]) == (7, 4)
@@ -87,38 +87,15 @@ def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_comes_second_uses_what_is_there(tmp_path: Path):
-    write(tmp_path / "s")
-    inode = (tmp_path / "s").stat().st_ino
-    check_same(write(tmp_path / "s"))
-    assert (tmp_path / "s").stat().st_ino == inode
-    assert [path.name for path in tmp_path.iterdir()] == ["s"]
-
-
-def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"data\.cache_dir"), locked(tmp_path / "file" / "s"):
-        pass
-
-
-def _hold_and_die(path: Path, started) -> None:
-    with locked(path):
-        (path.parent / f"{path.name}.tmp-1-dead").mkdir()
-        started.set()
-        os.kill(os.getpid(), 9)
-
-
-def test_the_lock_of_a_killed_process_is_free_and_its_parts_are_removed(tmp_path: Path):
-    started = forks.context.Event()
-    process = forks.process(_hold_and_die, tmp_path / "s", started)
-    process.start()
-    assert started.wait(30)
-    process.join(30)
-    assert process.exitcode == -9
+def test_a_lock_excludes_others_and_what_a_dead_process_left_is_removed(tmp_path: Path):
+    (tmp_path / "s.tmp-1-dead").mkdir()
     with locked(tmp_path / "s"):
         assert [path.name for path in tmp_path.iterdir()] == ["s.lock"]
         with (tmp_path / "s.lock").open() as another, pytest.raises(BlockingIOError):
             fcntl.flock(another, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"data\.cache_dir"), locked(tmp_path / "file" / "s"):
+        pass
 
 
 # Precomputed columns
@@ -160,20 +137,20 @@ def filled(one: Precomputed, first: int = 0, last: int | None = None) -> dict[st
     return values
 
 
-def publish(one: Precomputed, values: dict[str, np.ndarray]) -> None:
-    one.record(values, 0, len(one.store))
+def published(one: Precomputed, values: dict[str, np.ndarray] | None = None) -> SampleStore:
+    one.record(values or filled(one), 0, len(one.store))
     one.publish(facts={"seconds": 1.0})
+    store = one.open()
+    assert store is not None
+    return store
 
 
 def test_published_columns_are_those_of_the_store(tmp_path: Path) -> None:
     one = wanted(pairs(tmp_path / "data-train-v3"))
     assert one.open() is None
     values = filled(one)
-    assert values["reference_logp"].shape == (12,)
-    assert values["scores"].shape == (6, 2)
-    publish(one, values)
-    store = one.open()
-    assert store is not None
+    assert (len(values["reference_logp"]), values["scores"].shape) == (12, (6, 2))
+    store = published(one, values)
     last = store[4]
     assert last.columns["reference_logp"].tolist() == values["reference_logp"][8:].tolist()
     assert last.columns["scores"].tolist() == [[8, 8], [10, 10]]
@@ -189,9 +166,7 @@ def test_published_columns_are_those_of_the_store(tmp_path: Path) -> None:
     other = wanted(one.store, precision="bf16")
     assert other.path != one.path
     assert other.open() is None
-    publish(one, {name: np.zeros_like(column) for name, column in values.items()})
-    again = one.open()
-    assert again is not None
+    again = published(one, {name: np.zeros_like(column) for name, column in values.items()})
     assert again.values_of("scores")[-1].tolist() == [10, 10]
     os.truncate(one.path / "scores.bin", 7)
     with pytest.raises(DataError, match=r"scores\.bin has 7 bytes, 48 were written"):
@@ -203,10 +178,8 @@ def test_a_column_by_token_is_stored_at_the_targets_alone(layout: str, tmp_path:
     one = wanted(pairs(tmp_path / "data-train-v3"))
     targets = one.store.span("target", 0, len(one.store)).stop
     assert targets == sum(one.store.num_target_tokens(index) for index in range(5)) < 50
-    publish(one, filled(one))
+    store = published(one)
     assert (one.path / "top.bin").stat().st_size == 4 * targets
-    store = one.open()
-    assert store is not None
     assert store.values_of("top").shape == (targets, 2)
     sample = store[3]
     assert sample.columns["top"].shape == (len(sample.tokens), 2)
@@ -222,15 +195,10 @@ def test_a_column_by_token_is_stored_at_the_targets_alone(layout: str, tmp_path:
 
 
 def test_a_column_by_token_of_samples_without_a_target_is_empty(tmp_path: Path) -> None:
-    prompts = [
-        dataclasses.replace(sample, targets=np.zeros_like(sample.targets))
-        for sample in pairs(tmp_path / "pairs")
-    ]
+    samples = pairs(tmp_path / "pairs")
+    prompts = [dataclasses.replace(s, targets=np.zeros_like(s.targets)) for s in samples]
     store = write_store(tmp_path / "data-train-v3", prompts, fingerprint="p", seq_len=64, meta={})
-    one = wanted(store)
-    publish(one, filled(one))
-    opened = one.open()
-    assert opened is not None
+    opened = published(wanted(store))
     top = opened.values_of("top")
     assert (top.shape, top.dtype) == ((0, 2), np.int16)
 
@@ -246,10 +214,9 @@ def test_an_interrupted_computation_goes_on_where_it_was(tmp_path: Path) -> None
     assert one.recorded() == 3
     one.record(filled(one, 3, 5), 3, 5)
     one.publish(facts={})
-    store, whole = one.open(), filled(one)
+    store = one.open()
     assert store is not None
-    for name in whole:
-        assert np.array_equal(store.values_of(name), whole[name])
+    assert all(np.array_equal(store.values_of(name), each) for name, each in filled(one).items())
     # A file that does not hold what the journal says counts for nothing.
     other = wanted(one.store, precision="bf16")
     other.record(filled(other, 0, 3), 0, 3)

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 from transformers import AutoTokenizer, BertTokenizerFast
 
-from llmx.__main__ import main
+from llmx.cli.main import run_here
 from llmx.config import Experiment, SourceConfig
 from llmx.data.format.rows import Conversation, Message
 from llmx.data.source.files import DEMO_DIRECTORY
@@ -64,21 +64,8 @@ def test_it_loads_and_gives_text_back(tmp_path: Path):
     assert tokenizer.decode(row.tokens) == asked
     assert tokenizer.decode(row.tokens[row.targets]) == answer
     assert list(tmp_path.iterdir()) == [trained.path]
-
-
-def test_two_trainings_are_the_same(tmp_path: Path):
-    made = [train(experiment(tmp_path, output=str(tmp_path / name))).path for name in "ab"]
-    assert len({(path / "tokenizer.json").read_bytes() for path in made}) == 1
-
-
-def test_another_template_brings_its_control_tokens(tmp_path: Path):
-    exp = experiment(tmp_path)
-    exp.data.template = "llama3"
-    tokenizer = AutoTokenizer.from_pretrained(train(exp).path)
-    chat = [{"role": "user", "content": "Who?"}]
-    ids = tokenizer.apply_chat_template(chat, return_dict=False)
-    for token in ("<|start_header_id|>", "<|eot_id|>"):
-        assert tokenizer.convert_tokens_to_ids(token) in ids
+    again = train(experiment(tmp_path, output=str(tmp_path / "again"))).path
+    assert len({(path / "tokenizer.json").read_bytes() for path in (trained.path, again)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -104,22 +91,28 @@ def test_a_small_vocabulary_of_little_text_is_reported_as_it_is(tmp_path: Path):
         str(write_rows(tmp_path / "empty.jsonl", [])),
     ]
     exp = experiment(tmp_path, vocab_size=64000)
-    exp.data.form, exp.data.path = "auto", ""
+    exp.data.form, exp.data.path, exp.data.template = "auto", "", "llama3"
     exp.data.sources = [SourceConfig(path=path) for path in reversed(paths)]
     trained = train(exp)
     assert 260 < trained.vocab_size < 300
     assert "asked for 64,000" in trained.summary
+    # Another template brings its control tokens.
+    tokenizer = AutoTokenizer.from_pretrained(trained.path)
+    chat = [{"role": "user", "content": "Who?"}]
+    ids = tokenizer.apply_chat_template(chat, return_dict=False)
+    control = tokenizer.convert_tokens_to_ids(["<|start_header_id|>", "<|eot_id|>"])
+    assert {*control} <= {*ids} - {tokenizer.unk_token_id}
 
 
 def test_the_command_takes_a_data_group_and_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    words = [f"data.path={DEMO_DIRECTORY}/train.jsonl", "tokenizer.kind=bbpe"]
-    words += ["tokenizer.vocab_size=500"]
-    code, said = main(["tokenizer", "data=file", *words]), capfd.readouterr()
-    assert code == 0, said.err
     made = tmp_path / "tokenizers" / "file-bbpe-500"
+    path = f"data.path={DEMO_DIRECTORY}/train.jsonl"
+    words = [path, "tokenizer.kind=bbpe", "tokenizer.vocab_size=500"]
+    code, said = run_here("tokenizer", ["data=file", *words]), capfd.readouterr()
+    assert code == 0, said.err
     assert f"model.tokenizer={made}" in said.out
     assert len(AutoTokenizer.from_pretrained(made)) == 500
 
@@ -260,12 +253,16 @@ def test_a_directory_that_is_none_of_these_is_said(tmp_path: Path, files: tuple,
         loaded(write(tmp_path / "made", **dict(zip(names, files, strict=False))))
 
 
-def test_a_file_and_no_directory_are_said(tmp_path: Path):
+def test_names_of_no_directory_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "vocab.txt").write_text("a\nb\n")
     with pytest.raises(ConfigError, match=r"vocab\.txt is a file\. Give its directory"):
         loaded(tmp_path / "vocab.txt")
     with pytest.raises(ConfigError, match="no such directory"):
         loaded(tmp_path / "missing")
+    # As HF_HUB_OFFLINE=1 sets it, when the client is imported.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"'nobody/none' cannot be loaded.*hf download"):
+        loaded(Path("nobody/none"))
 
 
 def test_a_tokenizer_that_fails_on_a_text_is_named(tmp_path: Path):

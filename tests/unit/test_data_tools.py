@@ -82,24 +82,14 @@ def called(*turns: dict) -> dict:
     return {**CHAT, "messages": [first, *turns, last]}
 
 
-FORMER = [
-    turn("assistant", "", function_call=CALL["function"]),
-    turn("function", "21", name="warm"),
-]
-
-
-@pytest.mark.parametrize(
-    ("turns", "words"),
-    [
-        ([turn("assistant", "I look.", tool_calls=[CALL])], "I look."),
-        ([turn("assistant", [{"type": "text", "text": "I look."}], tool_calls=[CALL])], "I look."),
-        (FORMER, ""),  # the former way of OpenAI
-    ],
-)
-def test_words_beside_a_call_are_learned_too(turns: list[dict], words: str):
-    result = [] if turns is FORMER else [turn("tool", "21")]
-    _, spans = rendered(OWN, called(*turns, *result))
-    assert spans[0] == f"{words}{AS_OWN}<|im_end|>"
+def test_words_beside_a_call_are_learned_too():
+    for words in ("I look.", [{"type": "text", "text": "I look."}]):
+        calling = turn("assistant", words, tool_calls=[CALL])
+        _, spans = rendered(OWN, called(calling, turn("tool", "21")))
+        assert spans[0] == f"I look.{AS_OWN}<|im_end|>"
+    former = turn("assistant", "", function_call=CALL["function"])  # as OpenAI had it
+    _, spans = rendered(OWN, called(former, turn("function", "21", name="warm")))
+    assert spans[0] == f"{AS_OWN}<|im_end|>"
 
 
 def test_results_belong_to_the_call_with_their_id():
@@ -163,22 +153,18 @@ def of_openai(calls: list[dict], results: list[str]) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("calls", "value", "results", "observations"),
+    ("calls", "value", "results"),
     [
-        ([WARM], [json.dumps(WARM)], ["21"], ["21"]),
-        ([WARM], [json.dumps([WARM], indent=2)], ["21"], ["21"]),
-        ([WARM], [WARM], ["21"], ["21"]),
-        ([WARM, COLD], [json.dumps([WARM, COLD])], ["21", "5"], ["21", "5"]),
-        ([WARM, COLD], [[WARM, COLD]], ["[1, 2]"], ["[1, 2]"]),
-        ([WARM], [json.dumps(WARM)], ['["a", "b"]'], ['["a", "b"]']),
-        ([WARM], [json.dumps({**WARM, "arguments": '{"where": "Köln"}'})], ["21"], ["21"]),
-        ([{"name": "now", "arguments": {}}], ['{"name": "now", "arguments": ""}'], ["9"], ["9"]),
+        ([WARM], [json.dumps([WARM], indent=2)], ["21"]),
+        ([WARM], [WARM], ["21"]),
+        ([WARM, COLD], [json.dumps([WARM, COLD])], ["21", "5"]),
+        ([WARM, COLD], [[WARM, COLD]], ["[1, 2]"]),
+        ([WARM], [json.dumps({**WARM, "arguments": '{"where": "Köln"}'})], ['["a", "b"]']),
+        ([{"name": "now", "arguments": {}}], ['{"name": "now", "arguments": ""}'], ["9"]),
     ],
 )
-def test_calls_of_sharegpt_are_rendered_as_tool_calls(
-    calls: list[dict], value: list, results: list[str], observations: list
-):
-    openai, sharegpt = of_openai(calls, results), of_sharegpt(value, *observations)
+def test_calls_of_sharegpt_are_rendered_as_tool_calls(calls: list, value: list, results: list):
+    openai, sharegpt = of_openai(calls, results), of_sharegpt(value, *results)
     for template in (OWN, WITHOUT):
         assert rendered(template, openai) == rendered(template, sharegpt)
 
@@ -190,9 +176,6 @@ def test_an_answer_is_one_turn():
         row["conversations"].insert(1, first)
         with pytest.raises(RecordError, match='turn 3 of "conv.*as the turn before it has'):
             conversation(row)
-
-
-def test_a_call_has_the_thought_beside_it():
     row = of_sharegpt([WARM], "21")
     row["conversations"][1]["reasoning_content"] = "T1"
     assert conversation(row).messages[1].thought == "T1"

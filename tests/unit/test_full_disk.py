@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import llmx
@@ -17,20 +13,6 @@ from llmx.cli.main import main, run_here
 from llmx.errors import ConfigError, DiskFullError, disk_is_full, exit_code
 from tests import tracked_run
 from tests.rundirs import TINY_LLAMA
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small one."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "llmx-test", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
-        pytest.skip("mounting a small disk needs root")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def fill(disk: Path) -> None:
