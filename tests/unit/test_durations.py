@@ -15,21 +15,13 @@ TIMES = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def durations(directory: Path) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, str(SCRIPT), "--times", str(directory)]
-    return subprocess.run(words, capture_output=True, text=True, check=False)
-
-
 def test_seconds_by_directory_and_the_longest_test(tmp_path: Path) -> None:
+    words = [sys.executable, str(SCRIPT), "--times", str(tmp_path)]
+    none = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (none.returncode, "Run `make test` first." in none.stderr) == (1, True)
     (tmp_path / "slow.xml").write_text(TIMES)
-    assert durations(tmp_path).stdout.splitlines()[2:] == [
+    assert subprocess.check_output(words, text=True).splitlines()[2:] == [
         "| tests/chaos | 1 | 60 | `test_e::test_f`, 60 s |",
         "| tests/unit | 2 | 42 | `test_a::test_c`, 40 s |",
         "| **all** | 3 | 102 | `test_e::test_f`, 60 s |",
     ]
-
-
-def test_no_times_are_said(tmp_path: Path) -> None:
-    done = durations(tmp_path)
-    assert done.returncode == 1
-    assert "Run `make test` first." in done.stderr

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from llmx.compose.effects import RULES, check_effects
-from llmx.config import experiment_from_dict, known_keys
+from llmx.config import Experiment, experiment_from_dict, known_keys
 from llmx.errors import ConfigError
 from tests.composing import composed, values
 
@@ -17,14 +19,15 @@ def test_a_model_path_or_hosts_alone_are_the_model_and_the_hardware() -> None:
     assert [(host.name, host.slots) for host in plan.hosts] == [("g1", 2)]
 
 
-def test_every_rule_names_keys_that_exist() -> None:
-    known = known_keys()
-    assert [key for rule in RULES for key in rule.keys.split() if key not in known] == []
+@functools.cache
+def with_fix(*words: str) -> Experiment:
+    return experiment_from_dict(values(["task=sft", *words]))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.keys.split()[0])
 def test_no_rule_refuses_what_its_own_fix_reads(rule) -> None:
     """The fix that a message gives makes the key one that is read."""
+    assert {*rule.keys.split()} <= {*known_keys()}
     fix = rule.fix.split(", or ")[0].split("; ")[0]
     beside = {
         "model=hf": "model.path=a/b", "data=file": "data.path=a.jsonl",
@@ -34,8 +37,7 @@ def test_no_rule_refuses_what_its_own_fix_reads(rule) -> None:
     if "hardware" in fix or "..." in fix:
         return  # needs hosts, or a file
     words = [fix, *([beside[fix]] if fix in beside else [])]
-    exp = experiment_from_dict(values(["task=sft", *words]))
-    assert rule.is_read(exp), words
+    assert rule.is_read(with_fix(*words)), words
 
 
 @pytest.mark.parametrize(
@@ -43,8 +45,7 @@ def test_no_rule_refuses_what_its_own_fix_reads(rule) -> None:
     [["task.steps=5", "task.epochs=2"], ["adapter=lora", "adapter.lr=1e-4", "optim.lr=1e-5"],
      ["zero=stage2", "zero.prefetch_bucket_size=100"], ["optim=sgd", "optim.betas=[0.9, 0.9]"],
      ["tracking=none", "tracking.project=mine"], ["sweep.slots_per_trial=1"],
-     ["optim.muon_lr=0.02"], ["adapter=lora", "adapter.double_quant=false"],
-     ["data=demo", "data.eval_samples=5"], ["data=demo", "data.eval_fraction=0.1"]],
+     ["adapter=lora", "adapter.double_quant=false"], ["data=demo", "data.eval_fraction=0.1"]],
 )  # fmt: skip
 def test_a_word_that_nothing_reads_is_refused(words) -> None:
     exp = experiment_from_dict(values(["hardware=cpu2", *words]))

@@ -17,9 +17,8 @@ from llmx.cli.arguments import sweep_overrides
 from llmx.cli.commands import COMMANDS
 from llmx.cli.words import parse, split_command
 from llmx.compose.overrides import check_overrides
-from llmx.config import ModelConfig, experiment_from_dict, experiment_of_snapshot
+from llmx.config import experiment_from_dict, experiment_of_snapshot
 from llmx.config.build import schema_fields
-from llmx.config.model_rules import model_config_problems
 from llmx.errors import LlmxError
 from llmx.hardware.resolve import parse_hostfile
 from tests.composing import composed
@@ -70,12 +69,6 @@ RULES = [
     ["launch.sync_extra=[more]"], ["schema_version=4"], ["hardware.hosts=[{name: a, slots: 2, device: x}]", "hardware=a100x8"],
     ["hardware.hosts=[]", "hardware=a100x8"], ["hardware.hosts=[{name: a, slots: 1024, device: cpu}]", "hardware.devices.cpu.accelerator=cuda"],
 ]  # fmt: skip
-MODELS: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {"hidden_size": "a"}), ("llama", {"num_attention_heads": 0}), ("llama", {"rms_norm_eps": -1}),
-    ("llama", {"tie_word_embeddings": "yes"}), ("llama", {"hidden_act": "silo"}), ("llama", {"rope_scaling": "linear"}),
-    ("llama", {"hiden_size": 64}), ("llama", {"model_type": "opt"}), ("llama", {"hidden_size": 65}), ("llama", {"hidden_size": 60}),
-    ("llama", {"num_key_value_heads": 3}), ("hf", {"num_experts": 4, "num_experts_per_tok": 8}),
-]  # fmt: skip
 FILES = {
     "tab": b"lr: 1\n\tkind: sgd\n", "bracket": b"lr: 1\nbetas: [0.9, 0.95\n", "twice": b"lr: 1\nlr: 2\n", "quote": b"kind: 'sgd\n",
     "colon": b"kind: a: b\n", "alias": b"kind: *sgd\n", "list": b"- a\n", "mixed": b"lr: 1\n- a\n", "key": b"kidn: sgd\n",
@@ -122,11 +115,6 @@ def rule(words: list[str]) -> None:
     composed([*words, *([] if known else ["hardware=cpu2"])])
 
 
-def model(kind: str, config: dict[str, Any]) -> str:
-    small = {"hidden_size": 64, "num_attention_heads": 4, **config}
-    return next(model_config_problems(ModelConfig(kind=kind, config=small)))
-
-
 def corpus(directory: Path) -> Iterator[tuple[str, list[str]]]:
     """(title, messages)."""
     commands = tuple(COMMANDS)
@@ -153,7 +141,6 @@ def corpus(directory: Path) -> Iterator[tuple[str, list[str]]]:
     yield "Sweep files", each(sweep, GRIDS)
     yield "Hostfiles", each(parse_hostfile, HOSTFILES)
     yield "Values", list(out_of_range())
-    yield "Models", [model(kind, config) for kind, config in MODELS]
     yield "Rules", each(rule, RULES)
     snapshots = [None, {"schema_version": 0}, {"schema_version": 99}]
     yield "Snapshots", each(experiment_of_snapshot, snapshots)

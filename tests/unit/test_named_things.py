@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from scripts.sizes import BEGIN, END, PAGE
-
 ROOT = Path(__file__).parents[2]
 DOTTED = re.compile(r"(?<![\w./@-])(?:llmx|tests|hydra_plugins)(?:\.[A-Za-z_]\w*)+(?![\w/-])")
 PATH = re.compile(
@@ -100,12 +98,3 @@ def test_names_in_docstrings_and_docs_exist(pattern, exists) -> None:
         if not exists(name)
     }
     assert not missing, "\n".join(sorted(missing))
-
-
-def test_the_size_table_names_every_package() -> None:
-    """Its numbers are not compared: a commit need not write the table."""
-    text = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    written = re.findall(r"^\| ([^|]+) \| [\d,]+ \| [\d,]+ \| [\d,]+ \|$", text, re.MULTILINE)
-    packages = {path.parent.name for path in (ROOT / "llmx").glob("*/__init__.py")}
-    others = {"modules", "launchers", "**all**", "tests", "benchmarks"}
-    assert set(written) == packages | others, "python scripts/sizes.py --write"

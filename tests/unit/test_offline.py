@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-
-import pytest
 
 from llmx.config import ModelConfig
 from llmx.offline import stay_offline_if_unreachable
@@ -26,19 +23,14 @@ class Refusing(BaseHTTPRequestHandler):
         """Nothing on the console."""
 
 
-@pytest.fixture
-def hub() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), Refusing)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-def test_a_hub_that_answers_is_asked(hub: str) -> None:
-    environment = {"HF_ENDPOINT": hub}
-    assert stay_offline_if_unreachable(HUB, environment) == ""
-    assert environment == {"HF_ENDPOINT": hub}
+def test_a_hub_that_answers_is_asked() -> None:
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environment = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+        before = dict(environment)
+        assert stay_offline_if_unreachable(HUB, environment) == ""
+        assert environment == before
+        server.shutdown()
 
 
 def test_a_hub_that_is_not_there_is_not_and_local_names_need_none(tmp_path: Path) -> None:

@@ -94,11 +94,3 @@ def test_a_directory_is_refused(tmp_path: Path) -> None:
         write_text(tmp_path, "x")
     assert not is_stream(tmp_path)
     assert not is_stream(tmp_path / "new")
-
-
-def test_pictures_are_written_to_a_device(null_device: Path) -> None:
-    from llmx.observe.report.figure import loss_axes
-
-    with loss_axes(null_device) as axes:
-        axes.plot([1, 2], [2, 1])
-    assert stat.S_ISCHR(null_device.lstat().st_mode)

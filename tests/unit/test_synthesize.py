@@ -61,8 +61,9 @@ class Handler(BaseHTTPRequestHandler):
             f"Draw an image of {subject}s {number}.": "Done.",
             f"How old is the {subject} {number} of Rome?": "I'm sorry, no.",
         }
-        rows = [{"instruction": asked, "output": answer} for asked, answer in answers.items()]
-        # In a fence and cut off, as small models answer.
+        rows: list[Any] = [{"instruction": a, "output": b} for a, b in answers.items()]
+        # In a fence, with a number for a text, and cut off, as small models answer.
+        rows.append({"instruction": 1, "output": "c"})
         content = f'<think>{{hm}}</think>```json\n{json.dumps(rows)[:-1]}, {{"instruction": "Cu'
         answer = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
         self.send_response(200)
@@ -165,8 +166,3 @@ def test_a_local_model_without_a_usable_row_ends(
     assert "it has 0 rows, 4 requests; rejected: no row in the answer (4)." in (
         capsys.readouterr().err
     )
-
-
-def test_rows_in_an_answer() -> None:
-    objects = '[{"instruction": "a", "output": "b"}, {"instruction": 1, "output": "c"}, {"x'
-    assert synthesize.candidates(objects) == [{"instruction": "a", "output": "b"}]

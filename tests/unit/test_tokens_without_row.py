@@ -46,13 +46,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def rows_of(task: str, words: str) -> dict[str, str]:
-    return {"text": words} if task == "pretrain" else {"prompt": words, "response": "w5 w6"}
-
-
 def experiment(base: Path, directory: Path, task: str, texts: list[str], **data: Any) -> Experiment:
     file = directory / "rows.jsonl"
-    file.write_text("".join(json.dumps(rows_of(task, words)) + "\n" for words in texts))
+    key, more = ("text", {}) if task == "pretrain" else ("prompt", {"response": "w5 w6"})
+    file.write_text("".join(json.dumps({key: words, **more}) + "\n" for words in texts))
     values = {"path": str(file), "seq_len": 16, "template": "plain", "packing": "none"}
     values |= {"cache_dir": str(directory / "cache"), **data}
     model = {"kind": "hf", "init": "pretrained", "path": str(base)}
@@ -76,6 +73,19 @@ def test_only_a_record_with_such_a_token_is_refused(base: Path, tmp_path: Path, 
         assert np.array_equal(skipping[number].tokens, good[number].tokens)
 
 
+def test_the_model_is_built_and_padded_with_a_token_that_has_a_row(
+    base: Path, tmp_path: Path
+) -> None:
+    exp = experiment(base, tmp_path, "sft", ["w3"])
+    tokenizer = tokenizer_of(exp)
+    config = model_config(exp.model, exp.data, tokenizer=tokenizer)
+    assert config.vocab_size == VOCABULARY
+    tokenizer.pad_token = LATER
+    assert Task(exp, tokenizer).pad_id == 0
+    exp.model.add_tokens = ["<new>"]  # the embedding grows by both
+    assert num_embeddings(exp.model, tokenizer_of(exp)) is None
+
+
 def test_samples_are_not_shared_with_a_model_that_has_the_row(base: Path, tmp_path: Path) -> None:
     exp = experiment(base, tmp_path, "sft", ["w3"])
     tokenizer = tokenizer_of(exp)
@@ -90,46 +100,19 @@ def test_samples_are_not_shared_with_a_model_that_has_the_row(base: Path, tmp_pa
     assert spec.fingerprint != limited.fingerprint
 
 
-def test_the_model_is_built_and_padded_with_a_token_that_has_a_row(
-    base: Path, tmp_path: Path
-) -> None:
-    exp = experiment(base, tmp_path, "sft", ["w3"])
-    tokenizer = tokenizer_of(exp)
-    config = model_config(exp.model, exp.data, tokenizer=tokenizer)
-    assert config.vocab_size == VOCABULARY
-    tokenizer.pad_token = LATER
-    assert Task(exp, tokenizer).pad_id == 0
-    exp.model.add_tokens = ["<new>"]  # the embedding grows by both
-    assert num_embeddings(exp.model, tokenizer_of(exp)) is None
-
-
-def test_no_such_token_takes_the_place_of_another_one(base: Path, tmp_path: Path) -> None:
-    exp = experiment(base, tmp_path, "sft", ["w3"])
-    tokenizer = tokenizer_of(exp)
-    tokenizer.mask_token = "<s>"
-    unlimited = Vocabulary(tokenizer, whole_words=False)
-    limited = Vocabulary(tokenizer, whole_words=False, num_embeddings=VOCABULARY)
-    assert max(unlimited.ordinary) == VOCABULARY
-    assert max(limited.ordinary) == VOCABULARY - 1
-
-
-def test_a_student_and_its_teacher_are_compared_on_the_rows_of_the_student(
-    base: Path, tmp_path: Path
-) -> None:
-    exp = experiment(base, tmp_path, "distill", ["w3"])
-    exp.task.options = {"teacher": str(base), "top_k": VOCABULARY + 1}
-    ids, logps = task_of(exp, tokenizer_of(exp)).precomputed
-    assert (ids.shape, logps.shape) == ((VOCABULARY,), (VOCABULARY,))  # and no others
-
-
-def test_eval_prompts_have_none(base: Path, tmp_path: Path) -> None:
+def test_nothing_draws_or_compares_or_asks_such_a_token(base: Path, tmp_path: Path) -> None:
     texts = ["w3", f"w4 {LATER}", "w4 w7"]
     exp = experiment(base, tmp_path, "sft", texts, eval_path=str(tmp_path / "rows.jsonl"))
     tokenizer = tokenizer_of(exp)
-
+    tokenizer.mask_token = "<s>"
     prompts = partial(held_out_prompts, exp.data, exp.seed, tokenizer, limit=9)
     for rows, count in ((None, 3), (VOCABULARY, 2)):
         assert len(prompts(decode=tokenizer.decode, num_embeddings=rows)) == count
+        words = Vocabulary(tokenizer, whole_words=False, num_embeddings=rows)
+        assert max(words.ordinary) == (VOCABULARY - 1 if rows else VOCABULARY)
+    exp.task.kind, exp.task.options = "distill", {"teacher": str(base), "top_k": VOCABULARY + 1}
+    ids, logps = task_of(exp, tokenizer_of(exp)).precomputed
+    assert (ids.shape, logps.shape) == ((VOCABULARY,), (VOCABULARY,))  # of the student's rows
 
 
 def test_a_forward_refuses_the_id() -> None:

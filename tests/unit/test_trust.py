@@ -46,23 +46,19 @@ COMMANDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_foreign_run_is_refused(
-    command: str, foreign: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_foreign_run_is_refused_unless_the_user_trusts_it(
+    foreign: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    starts = command in ("resume", "reproduce")
-    words = [str(foreign.root), *COMMANDS[command]]
-    code = llmx([command, *words]) if starts else run_here(command, words)
-    assert code == ConfigError.exit_code
-    err = capsys.readouterr().err
-    assert "was not started by you on this machine" in err
-    assert "model.trust_remote_code=true" in err
-    assert f"add {'trust=true' if starts else '--trust'}" in err
-    assert ("evil:Task from" in err) == (command in ("eval", "resume", "reproduce"))
+    for command, words in COMMANDS.items():
+        starts, words = command in ("resume", "reproduce"), [str(foreign.root), *words]
+        code = llmx([command, *words]) if starts else run_here(command, words)
+        assert code == ConfigError.exit_code, command
+        err = capsys.readouterr().err
+        assert "was not started by you on this machine" in err
+        assert "model.trust_remote_code=true" in err
+        assert f"add {'trust=true' if starts else '--trust'}" in err
+        assert ("evil:Task from" in err) == (command in ("eval", "resume", "reproduce"))
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_user_may_trust_it(foreign: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_here("serve", [str(foreign.root), "--print", "--trust"]) == 0
     assert "--trust-remote-code" in capsys.readouterr().out
 
