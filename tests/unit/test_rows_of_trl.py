@@ -109,6 +109,12 @@ def settings(**more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def of_sft(length: int) -> Rows:
+    """The rows as ``trl sft`` makes them."""
+    dataset = trl("sft", settings(max_length=length)).train_dataset
+    return trained([(row["input_ids"], row["labels"]) for row in dataset])
+
+
 PROMPTED = [{"prompt": chat[:-1], "completion": chat[-1:]} for chat in CHATS]
 TEXTS = [{"prompt": "One and", "completion": " two"}, {"prompt": "Q: x\nA:", "completion": " y\n"}]
 TURNS = ["data.form=prompt_response", "data.loss_on=last"]
@@ -120,16 +126,14 @@ TURNS = ["data.form=prompt_response", "data.loss_on=last"]
         ([{"messages": chat} for chat in CHATS], ["data.loss_on=all"]),
         (PROMPTED, TURNS),
         (TEXTS, [*TURNS, "data.template=plain"]),
-        ([{"text": "Some text."}] * 2, ["task=pretrain", "data.form=text"]),
     ],
-    ids=["messages", "turns", "texts", "text"],
+    ids=["messages", "turns", "texts"],
 )
 def test_rows_of_sft(rows: list[dict[str, Any]], words: list[str], here: Path) -> None:
     tokenizer = PUBLISHED["qwen2.5"].tokenizer()
     saved_model(tokenizer)
     write_rows(rows)
-    dataset = trl("sft", settings(max_length=200)).train_dataset
-    theirs = trained([(row["input_ids"], row["labels"]) for row in dataset])
+    theirs = of_sft(200)
     theirs = without_break(theirs, tokenizer) if rows is PROMPTED else theirs
     assert up_to_targets(ours("data.seq_len=200", *words)) == up_to_targets(theirs)
 
@@ -137,39 +141,31 @@ def test_rows_of_sft(rows: list[dict[str, Any]], words: list[str], here: Path) -
 def test_rows_that_are_too_long(here: Path) -> None:
     saved_model(PUBLISHED["qwen2.5"].tokenizer())
     write_rows([{"messages": chat} for chat in CHATS])
-    dataset = trl("sft", settings(max_length=40)).train_dataset
-    theirs = trained([(row["input_ids"], row["labels"]) for row in dataset])
+    theirs = of_sft(40)
     assert [len(ids) for ids, _ in theirs] == [40, 40]
     assert ours("data.seq_len=40", "data.loss_on=all", "data.over_long=truncate") == theirs
 
 
-@pytest.mark.parametrize("form", ["turns", "texts"])
-def test_pairs_of_dpo(form: str, here: Path) -> None:
+def test_pairs_of_dpo(here: Path) -> None:
     tokenizer = PUBLISHED["qwen2.5"].tokenizer()
     saved_model(tokenizer)
     none = [{"role": "assistant", "content": "none"}]
-    turns = [{"prompt": chat[:-1], "chosen": chat[-1:], "rejected": none} for chat in CHATS]
-    texts = [{"prompt": "One and", "chosen": " two", "rejected": " one"}] * 2
-    write_rows(turns if form == "turns" else texts)
-    dataset = trl("dpo", settings()).train_dataset
+    write_rows([{"prompt": chat[:-1], "chosen": chat[-1:], "rejected": none} for chat in CHATS])
     theirs = trained([
         (row["prompt_ids"] + row[side], [IGNORED] * len(row["prompt_ids"]) + row[side])
-        for row in dataset for side in ("chosen_ids", "rejected_ids")
+        for row in trl("dpo", settings()).train_dataset for side in ("chosen_ids", "rejected_ids")
     ])  # fmt: skip
-    theirs = without_break(theirs, tokenizer) if form == "turns" else theirs
     words = ["task=dpo", "data.form=preference", "data.seq_len=512"]
-    words += ["data.template=plain"] * (form == "texts")
-    assert up_to_targets(ours(*words)) == up_to_targets(theirs)
+    assert up_to_targets(ours(*words)) == up_to_targets(without_break(theirs, tokenizer))
 
 
 def test_real_rows(real_data: Path, here: Path) -> None:
     from transformers import AutoTokenizer
 
     saved_model(AutoTokenizer.from_pretrained(real_tokenizer_dir(real_data, here / "bpe")))
-    rows = json.loads((real_data / "alpaca_zh_demo.json").read_text())[:200]
+    rows = json.loads((real_data / "alpaca_zh_demo.json").read_text())[:60]
     write_rows([{"prompt": row["instruction"] + "\n", "completion": row["output"]} for row in rows])
-    dataset = trl("sft", settings(max_length=512)).train_dataset
-    theirs = trained([(row["input_ids"], row["labels"]) for row in dataset])
-    assert len(theirs) > 150
+    theirs = of_sft(512)
+    assert len(theirs) > 50
     words = [*TURNS, "data.template=plain", "data.seq_len=512", "data.over_long=truncate"]
     assert ours(*words) == theirs
