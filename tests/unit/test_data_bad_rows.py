@@ -88,17 +88,6 @@ def test_a_damaged_file(tmp_path: Path, name: str, content: bytes, rows, reason:
         prepare(of_rows(tmp_path, content, name), TOKENIZER)
 
 
-def test_empty_rows_are_counted_and_no_error(tmp_path: Path):
-    content = GOOD + b"\n\n  \n" + row(prompt="q", response=" ") + b"\n"
-    store = prepare(of_rows(tmp_path, content), TOKENIZER)
-    assert (store.num_sequences, store.meta["dropped"]) == (1, {"without an answer": 1})
-    rows = [{"text": text} for text in ("some words", " \n", "")]
-    exp = of_rows(tmp_path, rows, packing="concat")
-    exp.task.kind = "pretrain"
-    store = prepare(exp, TOKENIZER)
-    assert (store.num_sequences, store.meta["dropped"]) == (1, {"empty": 2})
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -335,6 +335,7 @@ def test_the_rows_read_are_all_rows_whatever_the_task(tmp_path: Path, kind: str)
     meta = prepare(exp, TOKENIZER).meta
     assert meta["rows_read"] == 5
     assert sum(meta["dropped"].values()) + sum(meta["rejected"].values()) == 2
+    assert (meta["dropped"] == {"empty": 1}) == (kind == "pretrain")
 
 
 def test_task_and_form_must_go_together(tmp_path: Path):

@@ -39,7 +39,7 @@ def values(path: Path, **options: Any) -> list[dict[str, Any]]:
         ("a.json", LINES),
         ("a.json", json.dumps(ROWS, indent=1).encode()),
         ("a.json", b"\xef\xbb\xbf  \n" + json.dumps(ROWS).encode()),
-        ("a.jsonl", LINES.replace(b"\n", b"\r\n\r\n")),
+        ("a.jsonl", LINES.replace(b"\n", b"\r\n  \n\r\n")),
         ("a.jsonl.gz", gzip.compress(LINES, mtime=0)),
         ("a.json.zst", zstd(json.dumps(ROWS).encode())),
         ("a.jsonl.zst", zstd(LINES[:9]) + zstd(LINES[9:])),
