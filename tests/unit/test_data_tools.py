@@ -181,9 +181,10 @@ def test_an_answer_is_one_turn():
     assert conversation(row).messages[1].thought == "T1"
 
 
-def test_a_call_that_is_no_json_is_the_words_themselves():
-    _, spans = rendered(OWN, of_sharegpt(["warm(K)"], "21"))
-    assert spans == ["<tool_call>\nwarm(K)\n</tool_call><|im_end|>", "So.<|im_end|>"]
+@pytest.mark.parametrize("call", ["warm(K)", '{"name": "f"}'])
+def test_a_call_in_a_form_of_its_own_is_the_words_themselves(call: str):
+    _, spans = rendered(OWN, of_sharegpt([call], "21"))
+    assert spans == [f"<tool_call>\n{call}\n</tool_call><|im_end|>", "So.<|im_end|>"]
 
 
 @pytest.mark.parametrize(
