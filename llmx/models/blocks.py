@@ -3,7 +3,7 @@
 Also how they are computed: ``torch.compile``, and activation checkpointing, which computes again in
 the backward pass what was not kept.
 
-Shown by ``python -m pytest tests/unit/test_models_blocks.py tests/unit/test_train_recompute.py``.
+Shown by ``python -m pytest tests/unit/test_models_blocks.py``.
 """
 
 from __future__ import annotations

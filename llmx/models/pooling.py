@@ -5,8 +5,7 @@ classification head (``score``) looks at the last token of each sequence, so seq
 ever. Every other architecture (BERT and its like) pools a sequence in its own way: it gets one
 sequence per line, with the mask of its padding, as its authors run it.
 
-Shown by ``python -m pytest tests/unit/test_models_pooling.py
-tests/unit/test_models_classification.py``.
+Shown by ``python -m pytest tests/unit/test_models_classification.py``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ which the collation knows, so that no layer asks the device for it:
 
 What a model wants beyond a scale, a window and shared key heads (soft-caps, sinks, biases,
 dropout) is refused by raising; ``llmx.models.isolation`` then tries the next method.
-Shown by ``python -m pytest tests/unit/test_train_varlen.py``.
+Shown by ``python -m pytest tests/unit/test_train_attention.py``.
 """
 
 from __future__ import annotations

@@ -76,19 +76,16 @@ def test_the_card_of_a_run(run: RunDir, tmp_path: Path) -> None:
         assert leak not in card, leak
 
 
-def test_the_card_of_a_checkpoint_ends_at_its_step(run: RunDir, tmp_path: Path) -> None:
-    card = model_card(run, model_in(tmp_path / "a", architectures=["X"]), step=10)
-    assert "The weights are those of step 10." in card
-    assert "| trained on, step | 10 |" in card
-    assert "| loss | 5.500 |" in card
-
-
 def test_classifiers_and_adapters_say_how_they_load(run: RunDir, tmp_path: Path) -> None:
     card = model_card(
         run, model_in(tmp_path / "a", architectures=["BertForSequenceClassification"])
     )
     assert front_matter(card)["pipeline_tag"] == "text-classification"
     assert "import AutoModelForSequenceClassification" in card
+    card = model_card(run, tmp_path / "a", step=10)  # of a checkpoint: it ends at its step
+    assert "The weights are those of step 10." in card
+    assert "| trained on, step | 10 |\n" in card
+    assert "| loss | 5.500 |" in card
     config = yaml.safe_load(run.config.read_text())
     config["model"] |= {"path": "acme/base", "license": "apache-2.0"}
     write_text(run.config, yaml.safe_dump(config))

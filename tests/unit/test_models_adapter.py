@@ -92,9 +92,7 @@ def merged(adapter: Path, exp: Experiment, *, dtype: str = "F32", shard: int = S
     return directory
 
 
-@pytest.mark.parametrize(
-    ("kind", "dora"), [("llama", False), ("gpt2", True), ("opt", False), ("llama", True)]
-)
+@pytest.mark.parametrize(("kind", "dora"), [("gpt2", True), ("opt", False), ("llama", True)])
 def test_it_begins_as_its_base_and_trains_nothing_else(kind: str, dora: bool) -> None:
     network = small_model(kind)
     before = logits(network)
@@ -149,12 +147,9 @@ KINDS: dict[str, dict[str, Any]] = {
     [
         *(("llama", name, False) for name in KINDS),
         ("llama", "head", True),
-        ("qwen3", "plain", True),
-        ("gpt2", "plain", True),
         ("gpt2", "dora", True),
         ("opt", "plain", True),
         ("mixtral", "plain", False),
-        ("qwen3_moe", "plain", False),
     ],
 )
 def test_peft_reads_it_and_the_merged_model_is_equal(
@@ -280,7 +275,6 @@ def test_half_precision_is_merged_in_fp32(tmp_path: Path) -> None:
     [
         ({"targets": ["q_projj"]}, ["q_projj names no linear layer", '"q_proj"', "down_proj"]),
         ({"targets": ["input_layernorm"]}, ["is a LlamaRMSNorm", "adapter.modules_to_save"]),
-        ({"targets": ["embed_tokens"]}, ["is a Embedding", "adapter.modules_to_save"]),
         ({"targets": ["lm_head"]}, ["is the output head", "adapter.modules_to_save=[lm_head]"]),
         ({"modules_to_save": ["hed"]}, ["hed names no module with weights", "lm_head"]),
     ],

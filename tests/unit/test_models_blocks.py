@@ -8,20 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel
 
 from llmx.config import AdapterConfig, ModelConfig
 from llmx.models.adapter import add_adapter
 from llmx.models.attention import AttentionMethod, model_inputs
-from llmx.models.blocks import recompute, stack_of
+from llmx.models.blocks import compile_blocks, recompute, stack_of
 from llmx.models.experts import Routing
 from llmx.models.model import Model, Models, ModelSpec
 from llmx.models.spec import CAUSAL_LM
 from llmx.models.varlen import SEGMENTS, register
 from llmx.train.engine.build import check_gradient_order, gradient_order
 from tests.rundirs import PARITY_MODELS
-from tests.saved_activations import SMALL, WITH_EXPERTS, small_inputs, small_model
+from tests.saved_activations import SMALL, WITH_EXPERTS, saved_bytes, small_inputs, small_model
 from tests.small_models import CONVERTED
 from tests.unit.test_models_classification import BERT
 
@@ -123,42 +126,28 @@ def test_the_order_is_the_same_whatever_is_computed_again(kind: str, adapted: bo
     assert not any(one.grad is not None for one in network.parameters())
     for how in ("selective", "full"):
         assert order_of(network_to_train(kind, adapted=adapted, how=how)) == wanted
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "opt", "mixtral"])
-def test_the_order_is_the_same_whatever_computes_attention(kind: str) -> None:
-    """As types of devices differ in it: row by row (a V100), and otherwise; several rows in one
-    line."""
+    # As types of devices differ in it: row by row (a V100), and otherwise; rows in one line.
     register()
-    ids, lengths = torch.arange(24)[None] % 20, (5, 12, 7)
-    batch = {
-        "input_ids": ids,
-        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-        "segment_ids": torch.tensor([1, 2, 3]).repeat_interleave(torch.tensor(lengths))[None],
-        "labels": ids,
-    }
-    orders = {}
-    for way, isolation in ((SEGMENTS, "cu_seq_lens"), ("sdpa", "mask"), ("eager", "mask")):
-        network = small_model(kind, dtype=torch.float32)
-        network.set_attn_implementation(way)
-        network.config.output_router_logits = False  # llmx takes them from the routers
-        method = AttentionMethod(way, isolation)
+    rows = torch.tensor([5, 12, 7])
+    inputs: dict[str, Any] = {"input_ids": torch.arange(24)[None] % 20}
+    inputs["position_ids"] = torch.cat([torch.arange(length) for length in rows])[None]
+    batch = {**inputs, "labels": inputs["input_ids"]}
+    batch["segment_ids"] = torch.tensor([1, 2, 3]).repeat_interleave(rows)[None]
+    orders = []
+    for way, isolation in ((SEGMENTS, "cu_seq_lens"), ("eager", "mask")):
+        if kind == "bert":
+            continue
+        other = network_to_train(kind, adapted=adapted, how="none")
+        other.set_attn_implementation(way)
+        other.config.output_router_logits = False  # llmx takes them from the routers
         inputs, _ = model_inputs(
-            batch, method=method, dtype=torch.float32, device=torch.device("cpu")
+            batch,
+            method=AttentionMethod(way, isolation),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
         )
-        orders[way] = gradient_order(network, partial(network, **inputs, use_cache=False))
-    assert orders[SEGMENTS] == orders["sdpa"] == orders["eager"]
-
-
-def test_another_graph_is_another_order() -> None:
-    """What the comparison is for: the same numbers, the gradients in another order."""
-    one, two = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-    both = torch.nn.ModuleList([one, two])
-    values = torch.ones(1, 4)
-    first = gradient_order(both, lambda: one(values) + two(values))
-    second = gradient_order(both, lambda: two(values) + one(values))
-    assert first != second
-    assert sorted(first) == sorted(second)
+        orders.append(gradient_order(other, partial(other.eval(), **inputs, use_cache=False)))
+    assert orders[1:] == orders[:-1]
 
 
 class Small(torch.nn.Module):
@@ -172,6 +161,16 @@ class Small(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, **others: Any) -> dict[str, torch.Tensor]:
         return {"logits": self.head(self.rows(input_ids))}
+
+
+def test_another_graph_is_another_order() -> None:
+    """What the comparison is for: the same numbers, the gradients in another order."""
+    both, values = torch.nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), torch.ones(1, 4)
+    one, two = (
+        gradient_order(both, lambda s=s: sum(m(values) for m in both[::s])) for s in (1, -1)
+    )
+    assert one != two
+    assert sorted(one) == sorted(two)
 
 
 @pytest.mark.usefixtures("group")
@@ -194,3 +193,87 @@ def test_networks_are_tried_on_the_device_of_their_rank() -> None:
     plan: Any = SimpleNamespace(checkpointing=(("v100_32g", "full"),))
     check_gradient_order(Models(policy=model), plan, seq_len=8)
     assert {one.device.type for one in network.parameters()} == {"meta"}
+
+
+# --- Activation checkpointing changes what is kept, and no number ---------------------------------
+
+INPUTS = small_inputs(batch=2, length=64)
+
+
+def model_of(kind: str, how: str, **config: Any) -> Any:
+    model = small_model(kind, dtype=torch.float32, **config)
+    if how != "none":
+        recompute(model, how)
+    return model
+
+
+def gradients(model: Any) -> list[torch.Tensor]:
+    model.base_model(**INPUTS, use_cache=False)[0].float().square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_gradients_are_the_same_and_less_is_kept(kind: str, how: str) -> None:
+    plain, model = model_of(kind, "none"), model_of(kind, how)
+    assert saved_bytes(model, INPUTS)[0] < 0.75 * saved_bytes(plain, INPUTS)[0]
+    for one, other in zip(gradients(model), gradients(plain), strict=True):
+        assert torch.equal(one, other)
+
+
+class Count(TorchDispatchMode):
+    """Matrix products."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None):
+        self.number += function is torch.ops.aten.mm.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_selective_computes_no_matrix_product_again() -> None:
+    counts = {}
+    for how in ("none", "selective", "full"):
+        with Count() as products:
+            gradients(model_of("llama", how))
+        counts[how] = products.number
+    assert counts["none"] == counts["selective"] < counts["full"]
+
+
+@pytest.mark.parametrize("how", ["none", "selective"])
+def test_compiled_blocks_compute_the_same(how: str) -> None:
+    """By the compiler's graphs, without its code generator."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    expected = gradients(model_of("llama", "none", num_hidden_layers=2))
+    model = model_of("llama", how, num_hidden_layers=2)
+    torch._dynamo.reset()
+    compile_blocks(model, backend=backend)
+    for one, other in zip(expected, gradients(model), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    assert graphs
+
+
+# Seven weights: one product forward and two backward. The last one's result is not needed again,
+# so full checkpointing computes six of them twice.
+@pytest.mark.parametrize(("how", "products"), [("selective", [7, 14]), ("full", [7, 20])])
+def test_compiled_blocks_compute_no_matrix_product_again(how: str, products: list[int]) -> None:
+    """By the compiler's own choice of what to keep: forward and backward pass of a block."""
+    counts: list[int] = []
+
+    def count(graph: Any, _inputs: Any) -> Any:
+        nodes = graph.graph.nodes
+        counts.append(sum(node.target is torch.ops.aten.mm.default for node in nodes))
+        return make_boxed_func(graph.forward)
+
+    # More blocks than the compiler compiles one function for: they must share one graph.
+    model = model_of("llama", how, num_hidden_layers=9)
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    compile_blocks(model, backend=backend)
+    gradients(model)
+    assert counts == products

@@ -3,10 +3,10 @@ against a full forward, and that a draw depends on its seed and position alone."
 
 from __future__ import annotations
 
+import itertools
 import json
-import subprocess
-import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,14 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from llmx.data import EvalPrompt
+from llmx.checkpoint.export.model import write_description
+from llmx.config import ModelConfig
+from llmx.data.format.templates import choose_template
 from llmx.errors import ConfigError
 from llmx.models import decode
 from llmx.models.attention import AttentionMethod
 from llmx.models.generate import (
+    FILE,
     LENGTH,
     POSITIONS,
     STOP,
@@ -33,16 +36,16 @@ from llmx.models.generate import (
     Decoder,
     decoder_of,
     generate,
+    keep_generation_config,
     shares,
+    stop_ids,
 )
 from llmx.models.isolation import find_methods
 from llmx.models.sampling import BLOCK, Sampling, draw, sample_seed, truncated, uniforms
-from llmx.run.rundir import RunDir, read_json
-from llmx.train.evaluation import write_samples
+from tests import forks
 from tests.architectures import full_config, small_config
-from tests.programs.generation import WORLDS
-from tests.rundirs import rank_environment
 from tests.small_models import KINDS, small_model
+from tests.small_tokenizers import byte_tokenizer
 
 NEW_TOKENS = 12
 EOS = 2
@@ -129,31 +132,32 @@ def test_padding_of_the_vocabulary_is_never_drawn() -> None:
     again = [one[0] for one, old in zip(found, first, strict=True) if old < size]
     assert again == [old for old in first if old < size]
     hot = Sampling(max_new_tokens=30, temperature=100)
-    drawn = generate(cut, prompts(), hot, seeds=range(6))
+    told: dict[int, list[int]] = {n: [] for n in range(6)}
+    drawn = generate(
+        cut, prompts(), hot, seeds=range(6), on_token=lambda at, token: told[at].append(token)
+    )
     assert all(token < size for one in drawn for token in one.tokens)
+    assert [tuple(told[n]) for n in range(6)] == [one.tokens for one in drawn], "told as drawn"
 
 
-def test_the_mode_is_as_it_was_afterwards() -> None:
-    model = small_model("llama").train()
+def test_modes_are_as_they_were_afterwards() -> None:
+    """cuDNN's attention is off meanwhile: it would plan anew for the length of every token."""
+    cuda, seen, model = torch.backends.cuda, [], small_model("llama").train()
     model.lm_head.eval()  # frozen parts may have a mode of their own
     modes = [module.training for module in model.modules()]
-    greedy(packed(model), [(3, 4)], new=1)
-    assert [module.training for module in model.modules()] == modes
-
-
-@pytest.mark.parametrize("was", [True, False])
-def test_cudnn_computes_no_attention_meanwhile(was: bool) -> None:
-    """It would plan anew for the length of every token."""
-    cuda, seen = torch.backends.cuda, []
-    usual, model = cuda.cudnn_sdp_enabled(), small_model("llama")
     model.register_forward_pre_hook(lambda *_: seen.append(cuda.cudnn_sdp_enabled()))
-    cuda.enable_cudnn_sdp(was)
+    usual = cuda.cudnn_sdp_enabled()
     try:
-        greedy(packed(model), [(3, 4)], new=2)
+        for was in (True, False):
+            cuda.enable_cudnn_sdp(was)
+            greedy(packed(model), [(3, 4)], new=1)
+            assert cuda.cudnn_sdp_enabled() == was
+            assert [module.training for module in model.modules()] == modes
+        cuda.enable_cudnn_sdp(True)
         model.register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             greedy(packed(model), [(3, 4)], new=2)
-        assert (seen, cuda.cudnn_sdp_enabled()) == ([False] * 3, was)
+        assert (seen, cuda.cudnn_sdp_enabled()) == ([False] * 3, True)
     finally:
         cuda.enable_cudnn_sdp(usual)
 
@@ -161,29 +165,16 @@ def test_cudnn_computes_no_attention_meanwhile(was: bool) -> None:
 def test_ranks_share_the_prompts_evenly() -> None:
     lengths = [5, 3, 9, 3, 5, 5, 3]
     rows = [(index + 1,) * length for index, length in enumerate(lengths)]
-    for world in (1, 2, 3, 8):
+    for world in (1, 3, 8):
         by_rank = shares(rows, world=world)
         assert sorted(index for share in by_rank for index in share) == list(range(7))
-        sizes = [len(share) for share in by_rank]
-        assert max(sizes) - min(sizes) <= 1
+        assert max(map(len, by_rank)) - min(map(len, by_rank)) <= 1
     by_length = [[lengths[index] for index in share] for share in shares(rows, world=2)]
     assert by_length == [[9, 5, 3], [3, 5, 5, 3]]
     # Samples of a prompt are on one rank, and the last of too many on the next.
     samples = [(1, 2), (3, 4), (1, 2), (3, 4), (1, 2), (3, 4)]
     assert shares(samples, world=2) == [[0, 2, 4], [1, 3, 5]]
     assert shares(samples[:5], world=2) == [[0, 2], [4, 1, 3]]
-
-
-def test_samples_keep_the_completions_from_before(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    prompts = [EvalPrompt((), prompt="q", expected="a", expected_tokens=2)]
-    row = {"prompt": "q", "expected": "a", "before": "x", "after": None}
-    before = {"rows": [row], "exact_match_before": 0.5, "exact_match_after": None}
-    write_samples(run_dir, prompts, ["x"], {"exact_match": 0.5}, when="before")
-    assert read_json(run_dir.samples) == before
-    write_samples(run_dir, prompts, ["a"], {"exact_match": 1.0}, when="after")
-    after = {**before, "rows": [{**row, "after": "a"}], "exact_match_after": 1.0}
-    assert read_json(run_dir.samples) == after
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "roberta", "bart", "bloom", "gpt_oss"])
@@ -225,10 +216,8 @@ def processors(sampling: Sampling) -> LogitsProcessorList:
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(temperature=0.3),
         Sampling(temperature=2.0, top_k=7),
         Sampling(temperature=1.0, top_k=10**6),
-        Sampling(temperature=0.3, top_p=0.9),
         Sampling(temperature=1.0, top_p=1e-6),
         Sampling(temperature=2.0, top_k=50, top_p=0.5),
     ],
@@ -353,14 +342,6 @@ def shapes_fed(model: Any) -> list[tuple[int, ...]]:
     return fed
 
 
-def test_samples_of_one_prompt_share_its_first_forward() -> None:
-    model = small_model("llama")
-    fed = shapes_fed(model)
-    rows = [(3, 4, 5), (6, 7), (3, 4, 5), (6, 7), (3, 4, 5)]
-    generate(packed(model), rows, Sampling(temperature=1, max_new_tokens=3), seeds=range(5))
-    assert fed == [(2, 3), (5, 1), (5, 1)]
-
-
 @pytest.mark.parametrize("room", [3, 64])
 def test_a_prompt_takes_the_place_of_a_completion_that_has_ended(
     room: int, monkeypatch: pytest.MonkeyPatch
@@ -395,50 +376,54 @@ def test_samples_share_a_first_forward_whatever_the_cache_keeps(name: str) -> No
     rows = [(5, 6, 7, 8, 9, 10)] * 3 + [(11, 12)] * 2
     sampling = Sampling(temperature=1, max_new_tokens=20)
     wanted = generate(decoder_of(model), rows, sampling, seeds=range(5), batch_size=1)
+    fed = shapes_fed(model)
     found = generate(decoder_of(model), rows, sampling, seeds=range(5))
+    assert fed[0] in ((2, 6), (1, 6)), "one for each prompt, not for each sample"
     assert [one.tokens for one in found] == [one.tokens for one in wanted]
     for prompt, one in zip(rows, found, strict=True):
         assert one.logps == pytest.approx(full_forward(model, prompt, one, sampling)[0], abs=1e-5)
 
 
-def test_tokens_are_told_as_they_are_drawn() -> None:
-    told: dict[int, list[int]] = {n: [] for n in range(6)}
-    sampling = Sampling(max_new_tokens=NEW_TOKENS, stop_ids=frozenset(range(30)))
-    found = generate(
-        packed(small_model("llama")),
-        prompts(),
-        sampling,
-        batch_size=4,
-        on_token=lambda index, token: told[index].append(token),
-    )
-    assert [tuple(told[n]) for n in range(6)] == [one.tokens for one in found]
+ASKED = [(5, 6, 7), (8,), (5, 6, 7), (9, 10, 11, 12, 13), (5, 6, 7), (20, 21), (8,)]
+
+
+def on_rank(rank: int, place: Path, world: int) -> None:
+    model, forwards = small_model("llama"), []
+    greedily = Sampling(max_new_tokens=9, stop_ids=frozenset({2, 30, 31, 32, 33}))
+    drawn = replace(greedily, temperature=1.5, top_k=60)
+    seeds = [sample_seed(1, step=0, prompt=prompt, sample=0) for prompt in range(len(ASKED))]
+
+    def completions(sampling: Sampling, attention: str = "sdpa") -> list[dict[str, Any]]:
+        decoder = packed(model, attention)
+        found = generate(decoder, ASKED, sampling, seeds=seeds, batch_size=2)
+        return [asdict(one) for one in found]
+
+    # The last host has an attention that takes no mask of left padding.
+    own = "flex_attention" if rank == world - 1 else "sdpa"
+    result = {"mixed": completions(greedily, own), "greedy": completions(greedily)}
+    result["sampled"] = completions(drawn)
+    parameter = next(model.parameters())
+    parameter.ds_numel = world * parameter.numel()  # as if ZeRO-3 had sharded it
+    model.register_forward_hook(lambda *_: forwards.append(1))
+    result["lockstep"] = completions(drawn, own)
+    (place / f"{rank}.json").write_text(json.dumps([result, len(forwards)]))
 
 
 def test_one_two_and_three_ranks_draw_the_same(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.programs.generation", str(tmp_path)],
-        env=rank_environment(),
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    read = {
-        (world, rank): json.loads((tmp_path / f"{world}.{rank}.json").read_text())
-        for world in WORLDS
-        for rank in range(world)
-    }
-    wanted = read[1, 0]
+    read = {}
+    for world in (1, 2, 3):
+        place = tmp_path / str(world)
+        place.mkdir()
+        forks.group(on_rank, place, world, world=world)
+        read[world] = [json.loads((place / f"{rank}.json").read_text()) for rank in range(world)]
+    ((wanted, _),) = read[1]
     assert [one["tokens"] for one in wanted["mixed"]] == [one["tokens"] for one in wanted["greedy"]]
     assert len({tuple(one["tokens"]) for one in wanted["sampled"]}) == 7
-    for (world, _), found in read.items():
-        assert found["forwards"] == read[world, 0]["forwards"]
-        for kind in ("sampled", "greedy", "mixed", "lockstep"):
-            for one, other in zip(wanted[kind], found[kind], strict=True):
-                assert one["tokens"] == other["tokens"]
-                assert one["ended"] == other["ended"]
+    for ranks in read.values():
+        assert len({forwards for _, forwards in ranks}) == 1
+        for (found, _), (kind, completions) in itertools.product(ranks, wanted.items()):
+            for one, other in zip(completions, found[kind], strict=True):
+                assert (one["tokens"], one["ended"]) == (other["tokens"], other["ended"])
                 for name in ("logps", "sampled_logps"):
                     assert one[name] == pytest.approx(other[name], abs=1e-5)
 
@@ -446,8 +431,7 @@ def test_one_two_and_three_ranks_draw_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"temperature": -1}, r"temperature=-1 must be 0 \(greedy\), or a number from 0.01 to 100. "
-         "Set, for example, temperature=0.7."),
+        ({"temperature": -1}, r"temperature=-1 must be 0 \(greedy\), or a .*temperature=0.7."),
         ({"temperature": float("nan")}, "temperature=nan must be"),
         ({"temperature": 1, "top_p": 0}, "top_p=0 must be a number above 0 and at most 1"),
         ({"temperature": 1, "top_p": 1.1}, "top_p=1.1 must be"),
@@ -474,3 +458,85 @@ def test_what_cannot_be_generated_from_is_refused() -> None:
         with pytest.raises(error, match=message):
             generate(decoder, asked, Sampling(temperature=1), seeds=seeds)
     assert generate(decoder, [], Sampling()) == []
+
+
+# --- Where an answer ends: every stop token is in generation_config.json --------------------------
+
+CHATML = ("<|im_start|>", "<|im_end|>")
+
+
+def model_and_tokenizer(*more: str, template: str | None = "chatml") -> tuple[Any, Any]:
+    tokenizer = byte_tokenizer(*CHATML, *more)
+    if template is not None:
+        tokenizer.chat_template = choose_template(tokenizer, template)[1]
+    model = small_model("llama", vocab_size=len(tokenizer))
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = tokenizer.eos_token_id
+    return model, tokenizer
+
+
+@pytest.fixture
+def described(tmp_path: Path) -> Callable[[Any, Any], dict[str, Any]]:
+    """``generation_config.json`` as an export writes it."""
+
+    def describe(model: Any, tokenizer: Any) -> dict[str, Any]:
+        write_description(
+            tmp_path, model, model.config, tokenizer=tokenizer, vocab_size=len(tokenizer),
+            dtype=torch.float32,
+        )  # fmt: skip
+        return dict(json.loads((tmp_path / FILE).read_text()))
+
+    return describe
+
+
+def published(directory: Path, model: Any, **values: Any) -> ModelConfig:
+    """A model directory that somebody else wrote; ``values`` go into its generation config."""
+    model.save_pretrained(directory)
+    (directory / FILE).write_text(json.dumps(values))
+    return ModelConfig(path=str(directory), init="pretrained")
+
+
+@pytest.mark.parametrize(
+    ("template", "published_ends", "ends"),
+    [
+        ("chatml", None, ["</s>", "<|im_end|>"]),
+        ("chatml", ["</s>", "<|eom_id|>"], ["</s>", "<|eom_id|>", "<|im_end|>"]),
+        # What is ordinary text in another tokenizer, or not there at all.
+        ("chatml", ["a", 128_009], ["</s>", "<|im_end|>"]),
+    ],
+)
+def test_stop_tokens_are_those_of_the_turn_of_eos_and_of_the_pretrained_model(
+    template, published_ends, ends, described, tmp_path
+) -> None:
+    model, tokenizer = model_and_tokenizer("<|eom_id|>", template=template)
+    if published_ends is not None:
+        ids = [tokenizer.convert_tokens_to_ids(e) if e != 128_009 else e for e in published_ends]
+        source = published(tmp_path / "in", model, eos_token_id=ids, top_k=7)
+        keep_generation_config(model, source)
+    written = described(model, tokenizer)
+    wanted = sorted(tokenizer.convert_tokens_to_ids(ends))
+    assert written["eos_token_id"] == (wanted if len(wanted) > 1 else wanted[0])
+    assert written.get("top_k") == (None if published_ends is None else 7)
+    assert not written.get("_from_model_config"), "or an older generate() derives it anew"
+
+
+@pytest.mark.filterwarnings("ignore:.*temperature")
+def test_a_published_config_that_transformers_would_refuse_is_kept(described, tmp_path) -> None:
+    """Llama 2's: ``save_pretrained`` refuses a changed config with a temperature it ignores."""
+    model, tokenizer = model_and_tokenizer()
+    source = published(tmp_path / "in", model, temperature=0.6, do_sample=False)
+    keep_generation_config(model, source)
+    written = described(model, tokenizer)
+    assert written["temperature"] == 0.6
+    assert len(written["eos_token_id"]) == 2
+
+
+def test_a_model_without_a_generation_config_keeps_that_of_its_config(tmp_path: Path) -> None:
+    model, _ = model_and_tokenizer()
+    source = published(tmp_path / "in", model)
+    (tmp_path / "in" / FILE).unlink()
+    before = model.generation_config
+    keep_generation_config(model, source)
+    assert model.generation_config is before
+    model, tokenizer = model_and_tokenizer(template=None)
+    assert stop_ids(model, tokenizer) == (tokenizer.eos_token_id,)

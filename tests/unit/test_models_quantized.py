@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from llmx.config import AdapterConfig, Experiment
+from llmx.config import Experiment
 from llmx.errors import ConfigError
 from llmx.models.adapter import Adapter, base_alone, load_adapted
 from llmx.models.adapter_names import QUANTIZATION_FILE
@@ -35,9 +35,7 @@ STAGE_2 = {"zero_optimization": {"stage": 2}}
 @pytest.fixture(autouse=True)
 def _bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(sys.prefix) / "quantized")])
-    pytest.importorskip(
-        "bitsandbytes", reason="bitsandbytes is not installed; make venv puts it aside"
-    )
+    pytest.importorskip("bitsandbytes", reason="not installed; make venv puts it aside")
 
 
 @pytest.fixture
@@ -71,7 +69,6 @@ def rounded_base(base: Path, exp: Experiment, *, without: tuple[str, ...] = ("lm
 @pytest.mark.parametrize(
     "adapter",
     [
-        {},
         {"quantize": "fp4", "double_quant": False},
         {"dora": True},
         {"targets": ["q_proj"], "modules_to_save": ["model.layers.0.mlp.up_proj"]},
@@ -162,8 +159,3 @@ def test_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r"pip install llmx\[qlora\]"):
         rounded(torch.ones(64, 64), Quantization("nf4", True))
-
-
-def test_without_it_nothing_is_packed() -> None:
-    assert Quantization.of(AdapterConfig(kind="lora")) is None
-    assert Quantization.of(AdapterConfig(kind="none", quantize="nf4")) is None

@@ -23,7 +23,8 @@ from llmx.tasks import embed
 from llmx.tasks.embed import Embed, Options, Pairs, contrast, number_of, retrieval
 from llmx.tasks.joint import HeldOut
 from tests.data_rows import assert_rejected, batch_of, experiment_on, prepared
-from tests.unit.test_models_pooling import backbone, model_of
+from tests.unit.test_models_classification import backbone
+from tests.unit.test_models_classification import vector_model_of as model_of
 
 PAIRS = [{"question": f"What is {n}?", "answer": f"It is {n * n}."} for n in range(12)]
 

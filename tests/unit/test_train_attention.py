@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 from llmx.data import collate
 from llmx.data.store.samples import Sample
 from llmx.models import attention as module
-from llmx.models.attention import AttentionMethod, isolation_mask, methods
+from llmx.models import varlen
+from llmx.models.attention import AttentionMethod, isolation_mask, methods, model_inputs
+from llmx.models.blocks import compile_blocks
+from llmx.models.isolation import find_methods
+from llmx.models.varlen import SEGMENTS, VARLEN, Unsupported
+from tests.architectures import full_config, small_config
 from tests.small_models import KINDS, small_model
 
 CPU = torch.device("cpu")
@@ -35,44 +47,6 @@ def inputs_of(
         method = methods(method, "packed")[0]
     batch = collate(samples, seq_len=48, pad_id=0, layout=method.layout, pad_to=pad_to)
     return batch, *module.model_inputs(batch, method=method, dtype=torch.float32, device=CPU)
-
-
-def logits_alone(model: Any, tokens: np.ndarray) -> torch.Tensor:
-    ids = torch.from_numpy(tokens.astype(np.int64))
-    return model(input_ids=ids[None], use_cache=False).logits[0]
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
-def test_packed_rows_have_the_logits_they_have_alone(kind: str, attention: str) -> None:
-    model = small_model(kind, attention=attention)
-    samples = [sample(5, 9, 3, seed=1), sample(13, seed=2)]
-    batch, inputs, _ = inputs_of(*samples, method=attention)
-    assert inputs["attention_mask"] is not None
-    packed = model(**inputs, use_cache=False).logits
-    for line, one in enumerate(samples):
-        rows = torch.cat([logits_alone(model, tokens) for tokens, _ in one.sequences()])
-        torch.testing.assert_close(packed[line, : len(rows)], rows, rtol=1e-4, atol=1e-4)
-    # The mask is what does it: with a causal one over the whole line, rows see each other.
-    causal = isolation_mask(torch.ones_like(batch["segment_ids"]))
-    inputs["attention_mask"] = (
-        module.additive(causal, dtype=torch.float32) if attention == "eager" else causal
-    )
-    leaking = model(**inputs, use_cache=False).logits
-    assert (leaking[0, 5:14] - packed[0, 5:14]).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
-def test_single_rows_need_no_mask_and_padding_at_the_right_does_nothing(kind: str) -> None:
-    model, samples = small_model(kind), [sample(5, seed=4), sample(14, seed=5)]
-    _, inputs, _ = inputs_of(*samples)
-    assert inputs["attention_mask"] is None
-    logits = model(**inputs, use_cache=False).logits
-    for line, one in enumerate(samples):
-        alone = logits_alone(model, one.tokens)
-        torch.testing.assert_close(logits[line, : len(alone)], alone, rtol=1e-4, atol=1e-4)
 
 
 def test_mask_literally() -> None:
@@ -102,11 +76,8 @@ def test_kernels_for_rows_of_any_length_get_one_line_and_where_rows_begin(kernel
     # A number, not a tensor: a layer that reads it waits for no device.
     assert type(inputs["max_length_q"]) is type(inputs["max_length_k"]) is int
     assert inputs["max_length_q"] == 6
-
-
-def test_lines_that_end_and_begin_with_the_same_number_are_two_segments() -> None:
+    # Lines that end and begin with the same number are two segments.
     assert module.segment_bounds(torch.tensor([[1, 1, 1], [1, 1, 2]])) == (0, 3, 5, 6)
-    assert module.segment_bounds(torch.tensor([[0, 0]])) == (0, 2)
 
 
 def test_flex_attention_hides_the_same_as_the_dense_mask() -> None:
@@ -144,3 +115,193 @@ def test_on_a_gpu_transformers_makes_no_mask_of_the_padding(
     torch.testing.assert_close(logits(), before)
     assert masks
     assert all(mask is None for mask in masks)
+
+
+# --- Row by row, without a mask anywhere ----------------------------------------------------------
+
+BOUNDS = (0, 5, 14, 17, 24)
+
+
+def reference_kernel(query, key, value, *, cu_seq_lens, max_length, scale, window):
+    """What PyTorch's kernel computes, in plain operations; and what it asks of its arguments."""
+    assert query.dim() == key.dim() == value.dim() == 3
+    assert key.shape == value.shape
+    assert query.shape[1] % key.shape[1] == 0
+    assert query.shape[2] == key.shape[2]
+    assert cu_seq_lens.dtype == torch.int32
+    assert cu_seq_lens[0] == 0
+    assert cu_seq_lens[-1] == query.shape[0]
+    assert type(max_length) is int
+    assert max_length == int(cu_seq_lens.diff().max())
+    assert window is None or type(window) is int
+    parts = []
+    for start, stop in pairwise(cu_seq_lens.tolist()):
+        q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))
+        k, v = (x.repeat_interleave(len(q) // len(x), dim=0) for x in (k, v))
+        back = torch.arange(stop - start)[:, None] - torch.arange(stop - start)[None, :]
+        seen = (back >= 0) & (back < (window or len(back)))
+        scores = (q @ k.transpose(1, 2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        parts.append((scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "varlen_kernel", reference_kernel)
+
+
+@pytest.mark.parametrize(
+    ("window", "key_heads", "value_width"),
+    [(None, 4, 16), (4, 2, 8)],
+)
+def test_both_functions_are_attention_of_each_row(kernel, window, key_heads, value_width) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(1, 4, 24, 16, requires_grad=True)
+    key = torch.randn(1, key_heads, 24, 16, requires_grad=True)
+    value = torch.randn(1, key_heads, 24, value_width, requires_grad=True)
+    places = torch.arange(24)
+    row = torch.repeat_interleave(torch.arange(4), torch.tensor(BOUNDS).diff())
+    back = places[:, None] - places[None, :]
+    mask = (row[:, None] == row[None, :]) & (back >= 0) & (back < (window or 24))
+    all_heads = (x.repeat_interleave(4 // key_heads, 1) for x in (key, value))
+    expected = functional.scaled_dot_product_attention(
+        query, *all_heads, attn_mask=mask, scale=0.3
+    ).transpose(1, 2)
+    weight = torch.randn_like(expected)
+    gradients = torch.autograd.grad((expected * weight).sum(), (query, key, value))
+    told = {"cu_seq_lens_q": torch.tensor(BOUNDS, dtype=torch.int32), "max_length_q": 9}
+    for function, rows in (
+        (varlen.varlen_forward, told),
+        (varlen.segments_forward, {"segment_bounds": torch.tensor(BOUNDS)}),
+    ):
+        found, _ = function(
+            torch.nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window, **rows
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        own = torch.autograd.grad((found * weight).sum(), (query, key, value))
+        for one, other in zip(own, gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [VARLEN, SEGMENTS])
+@pytest.mark.parametrize("model", ["mistral", "deepseek_v3", "gemma3_text"])
+def test_models_are_isolated_by_both(kernel: None, name: str, model: str) -> None:
+    found = find_methods(full_config(model), implementations=[name], layouts=["packed"])
+    assert found.packed is not None, found.why_not_packed
+    assert found.packed.implementation == name
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [("gpt2", "dropout"), ("gemma2", "softcap"), ("gpt_oss", "s_aux"), ("llama4_text", "row")],
+)
+def test_what_the_kernels_do_not_compute_is_not_trained_with_them(kernel, model, why) -> None:
+    found = find_methods(full_config(model), implementations=[VARLEN], layouts=["packed"])
+    assert found.packed is None
+    assert why in found.why_not_packed
+
+
+@pytest.mark.parametrize("function", [varlen.varlen_forward, varlen.segments_forward])
+def test_without_the_rows_it_refuses_instead_of_mixing_them(function: Any) -> None:
+    q, mask, rows = torch.randn(1, 4, 8, 16), torch.ones(1, 1, 8, 8), torch.tensor([0, 8])
+    with pytest.raises(Unsupported, match="does not hand"):
+        function(torch.nn.Module(), q, q, q, None)
+    with pytest.raises(Unsupported, match="mask of its own"):
+        function(torch.nn.Module(), q, q, q, mask, segment_bounds=rows)
+
+
+READS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.equal.default,
+)
+
+
+def test_no_layer_looks_at_a_tensor_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a forward in ``llmx_varlen``, nothing reads a value back: no wait for a GPU."""
+    varlen.register()
+    # The real kernel reads cu_seq_lens on the device; the reference would read it here.
+    monkeypatch.setattr(varlen, "varlen_kernel", lambda query, key, value, **_: query * 1.0)
+    called: list[Any] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            called.append(function)
+            return function(*args, **(kwargs or {}))
+
+    model = AutoModelForCausalLM.from_config(small_config("llama"), attn_implementation=VARLEN)
+    _, inputs, _ = inputs_of(sample(5, 9), sample(7), method=VARLEN)
+    with Watch():
+        model(**inputs, use_cache=False)
+    assert called
+    assert not set(called) & set(READS)
+
+
+def test_a_torch_whose_kernel_has_no_window_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.10 has it: there, but a call of ours would be a TypeError."""
+    older = ModuleType("torch.nn.attention.varlen")
+    older.varlen_attn = lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, older.__name__, older)
+    assert not varlen.has_kernel()
+
+
+def test_the_call_of_pytorchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the CUDA kernel gets: PyTorch's own function, by its own signature."""
+    if not varlen.has_kernel():
+        pytest.skip(f"torch {torch.__version__} has not this kernel, which came with 2.12")
+    import torch.nn.attention.varlen as module
+
+    calls: list[dict[str, Any]] = []
+    signature = inspect.signature(module.varlen_attn)
+
+    def record(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(dict(signature.bind(*args, **kwargs).arguments))
+        return args[0]
+
+    monkeypatch.setattr(module, "varlen_attn", record)
+    query, key = torch.randn(24, 4, 16), torch.randn(24, 2, 16)
+    offsets = torch.tensor(BOUNDS, dtype=torch.int32)
+    for window in (None, 4):
+        varlen.varlen_kernel(
+            query, key, key, cu_seq_lens=offsets, max_length=9, scale=0.5, window=window
+        )
+    plain, sliding = calls
+    assert plain["cu_seq_q"] is plain["cu_seq_k"] is offsets
+    assert plain["max_q"] == plain["max_k"] == 9
+    assert plain["enable_gqa"] is True
+    # (-1, 0) is causal; (3, 0) sees itself and three before: a window of 4.
+    assert (plain["window_size"], sliding["window_size"]) == ((-1, 0), (3, 0))
+
+
+@pytest.mark.parametrize("name", [VARLEN, SEGMENTS])
+def test_compiled_blocks_take_rows_of_any_length_and_number(name, monkeypatch) -> None:
+    """Compiled a few times at the start and then never again, and never given up."""
+
+    def kernel(query, key, value, *, cu_seq_lens, max_length, scale, window):
+        return query + cu_seq_lens.sum() * max_length  # without a loop, as the real one
+
+    monkeypatch.setattr(varlen, "varlen_kernel", kernel)
+    varlen.register()
+    config = small_config("llama")
+    config.num_hidden_layers = 1
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=name)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compile_blocks(model, backend=backend)
+    (method,) = methods(name, "packed")
+    counts = []
+    for lengths in ((7, 9), (8, 4, 12), (16,), (1, 2, 3, 2), (24,), (5, 5, 5, 5, 12), (3,) * 10):
+        rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        places = torch.cat([torch.arange(length) for length in lengths])[None]
+        batch = {"input_ids": places, "position_ids": places, "labels": places}
+        batch["segment_ids"] = (rows + 1).int()[None]
+        inputs, _ = model_inputs(batch, method=method, dtype=torch.float32, device=CPU)
+        model(**inputs, use_cache=False).logits.sum().backward()
+        counts.append(len(graphs))
+    torch._dynamo.reset()
+    assert counts[3] == counts[-1], counts

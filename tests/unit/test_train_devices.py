@@ -42,9 +42,8 @@ def plan_of(*overrides: str) -> Plan:
         (8, 8, 8, 5, 5),
         (8, 8, 4, 3, 3),  # more GPUs than ranks
         (1, 8, 8, 5, 0),  # bound: --gpus-per-task
-        (1, None, 4, 3, 0),
         (1, 8, 1, 0, 0),
-        *((*few, None) for few in ((2, 8, 4, 3), (2, 8, 4, 0), (1, 1, 2, 1), (1, 1, 2, 0))),
+        *((*few, None) for few in ((2, 8, 4, 3), (2, 8, 4, 0), (1, 1, 2, 1))),
         (0, 0, 1, 0, None),
     ],
 )
@@ -68,7 +67,6 @@ BF16 = ("hardware=a100x8", "precision=bf16")
         # torch says that a V100 supports bf16, which it emulates.
         (MIXED, V100, {}, 3, 1),
         (BF16, V100, {"visible": 8}, 1, "Tesla V100-SXM2-32GB of node-b has compute cap"),
-        (BF16, A100, {"visible": 8}, 1, 1),
         # Before a kernel is started: "no kernel image is available" says nothing of the fix.
         (MIXED, V100, {"cuda": "13.0", "driver": "580.1", "arch_list": ("sm_75", "sm_80")}, 2,
          "no code for its GPUs.*index-url .*/cu126"),
@@ -124,11 +122,6 @@ def test_the_device_is_set_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -
     devices.join_process_group(plan_of(*MIXED))
     assert calls == [("set_device", 1), ("is_fp16_supported",), "init"]
     assert collectives.host_group == "gloo"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_here_without_a_gpu() -> None:
-    assert devices.gpus_here().capabilities == ()
 
 
 def ds_config_of(*overrides: str) -> dict[str, Any]:

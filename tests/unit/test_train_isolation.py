@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -23,7 +23,6 @@ from llmx.models.isolation import TrialResult, find_methods
 from llmx.models.liger import NOT_INSTALLED, apply_liger, liger_problem, wants_liger
 from llmx.models.model import BACKBONE, MASKED_LM
 from tests.architectures import each_family, full_config, small_config
-from tests.rundirs import experiment
 from tests.small_models import small_model
 
 PADDED = (
@@ -37,53 +36,29 @@ PADDED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text", "mixtral", "jamba"])
-def test_every_kind_of_layer_is_kept_in_a_tiny_config(name: str) -> None:
-    full, small = full_config(name), small_config(name)
-    assert type(small) is type(full)
-    assert small.num_hidden_layers < full.num_hidden_layers
-    assert small.hidden_size == 64
-    kinds = getattr(full, "layer_types", None)
-    if kinds is not None:
-        assert set(small.layer_types) == set(kinds)
-        assert len(small.layer_types) == small.num_hidden_layers
-
-
 @pytest.mark.parametrize("name", each_family())
 def test_packed_equals_alone_or_packing_is_off(name: str) -> None:
-    if name == "qwen4_exp_text" and not _scatters_by_int32():
-        pytest.skip(
-            f"torch {torch.__version__} scatters by int64 indices only (int32 from 2.8 on); the "
-            "forward pass of qwen4_exp in transformers has int32 ones"
-        )
-    found = find_methods(full_config(name))
+    if name == "qwen4_exp_text":
+        try:
+            torch.zeros(1).scatter(0, torch.zeros(1, dtype=torch.int32), 1.0)
+        except RuntimeError:
+            pytest.skip("this torch scatters by int64 alone (int32: 2.8), which qwen4_exp needs")
+    full, small = full_config(name), small_config(name)
+    if name in ("llama", "qwen3_next", "gemma3_text", "mixtral", "jamba"):
+        assert type(small) is type(full)
+        assert small.num_hidden_layers < full.num_hidden_layers
+        kinds = getattr(full, "layer_types", None)
+        assert kinds is None or set(small.layer_types) == set(kinds), "every kind of layer is kept"
+    found = find_methods(full)
     assert not found.unknown, f"{name}: {found.unknown}"
     assert found.packed or found.why_not_packed
     assert found.packed or found.padded or found.why_not_trained
     method = found.packed or found.padded
     if method is not None:  # what was switched to is what a model can be built with
-        AutoModelForCausalLM.from_config(
-            small_config(name), attn_implementation=method.implementation
-        )
+        AutoModelForCausalLM.from_config(small, attn_implementation=method.implementation)
     if name in PADDED:
         assert found.packed is None
         assert found.padded is not None
-
-
-def _scatters_by_int32() -> bool:
-    try:
-        torch.zeros(1).scatter(0, torch.zeros(1, dtype=torch.int32), 1.0)
-    except RuntimeError:
-        return False
-    return True
-
-
-def test_windows_and_chunks_are_kept_where_rows_are_packed() -> None:
-    """Refused once: a mask of ours would have replaced the window."""
-    for name in ("mistral", "llama4_text"):
-        found = find_methods(full_config(name))
-        assert found.packed is not None
-        assert found.packed.isolation == "position_ids"
 
 
 def test_a_window_that_no_row_reaches_changes_nothing() -> None:
@@ -253,17 +228,17 @@ def install(
     forget()
 
 
-def wanting(liger: bool | None) -> ModelConfig:
-    return dataclasses.replace(experiment(Path("run")).model, liger_kernel=liger)
-
-
 def test_what_computes_the_same_is_used(install: Any, capsys: pytest.CaptureFixture[str]) -> None:
     install(1.0)
     rotate = modeling_llama.rotate_half
     assert liger_problem(LLAMA, **CPU) is None
     assert modeling_llama.rotate_half is rotate, "the trial leaves the modelling file as it was"
-    assert wants_liger(wanting(True), LLAMA, **CPU)
+    wanted, unasked = (replace(ModelConfig(), liger_kernel=is_) for is_ in (True, None))
+    assert wants_liger(wanted, LLAMA, **CPU)
     assert "Liger-Kernel computes norms" in capsys.readouterr().out
+    assert not wants_liger(unasked, LLAMA, **CPU), "a CPU does without"
+    other = AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=2, vocab_size=128)
+    assert liger_problem(other, **CPU) == "it has no kernels for the architecture gpt2"
     model = small_model("llama")
     try:
         apply_liger(model)
@@ -274,25 +249,10 @@ def test_what_computes_the_same_is_used(install: Any, capsys: pytest.CaptureFixt
 
 
 def test_what_computes_something_else_is_refused_where_it_was_asked_for(install: Any) -> None:
+    wanted = replace(ModelConfig(), liger_kernel=True)
+    if liger_problem(LLAMA, **CPU) == NOT_INSTALLED:
+        with pytest.raises(ConfigError, match="pip install liger-kernel"):
+            wants_liger(wanted, LLAMA, **CPU)
     install(1.01)
     with pytest.raises(ConfigError, match=r"rank 0: LlamaForCausalLM has another loss \(.* off"):
-        wants_liger(wanting(True), LLAMA, **CPU)
-
-
-def test_an_architecture_without_kernels_is_named(install: Any) -> None:
-    install(1.0)
-    config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=2, vocab_size=128)
-    assert liger_problem(config, **CPU) == "it has no kernels for the architecture gpt2"
-
-
-def test_a_missing_package_is_named_where_it_was_asked_for(group: None) -> None:
-    if liger_problem(LLAMA, **CPU) != NOT_INSTALLED:
-        pytest.skip("liger-kernel is installed")
-    with pytest.raises(ConfigError, match="pip install liger-kernel"):
-        wants_liger(wanting(True), LLAMA, **CPU)
-
-
-@pytest.mark.parametrize("liger", [None, False])
-def test_a_cpu_does_without_unasked(install: Any, liger: bool | None) -> None:
-    install(1.0)
-    assert not wants_liger(wanting(liger), LLAMA, **CPU)
+        wants_liger(wanted, LLAMA, **CPU)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmx.models import loss as loss_module
 from llmx.models.loss import (
@@ -16,11 +17,12 @@ from llmx.models.loss import (
     micro_batch_loss,
     target_log_probabilities,
 )
+from tests.rundirs import TINY_LLAMA
 from tests.small_models import KINDS, small_model
 
 
-def summed_loss(logits: torch.Tensor, targets: torch.Tensor, **more: int) -> torch.Tensor:
-    return TokenLoss().summed(*target_log_probabilities(logits, targets, **more), weights=None)
+def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return TokenLoss().summed(*target_log_probabilities(logits, targets), weights=None)
 
 
 @pytest.mark.parametrize(
@@ -47,39 +49,19 @@ def test_sum_and_gradient_are_pytorchs(dtype, elements, monkeypatch) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_padding_of_the_vocabulary_takes_no_probability_and_no_gradient(dtype) -> None:
-    draw = torch.Generator().manual_seed(4)
-    logits = torch.randn(5, 32, generator=draw).to(dtype).requires_grad_()
-    targets = torch.tensor([0, 28, 3, 11, 28])
-    cut = logits.detach()[:, :29].clone().requires_grad_()
-    wanted = summed_loss(cut, targets)
-    wanted.backward()
-    found = summed_loss(logits, targets, vocab_size=29)
-    found.backward()
-    assert found.item() == wanted.item()
-    assert torch.equal(logits.grad[:, :29], cut.grad)
-    assert not logits.grad[:, 29:].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_losses_may_share_their_logits(dtype: torch.dtype) -> None:
+def test_two_losses_may_share_their_logits_which_may_be_huge() -> None:
     """The backward pass of the first leaves them as they are."""
+    huge = torch.tensor([[3e4, -3e4, 0.0]], requires_grad=True)
+    total = summed_loss(huge, torch.tensor([1]))
+    total.backward()
+    assert (total.item(), huge.grad.tolist()) == (6e4, [[1.0, -1.0, 0.0]])
     head, targets = torch.randn(3, 9).requires_grad_(), torch.tensor([0, 8, 3])
-    logits = head.to(dtype) * 1
+    logits = head.bfloat16() * 1
     (summed_loss(logits, targets) + 2 * summed_loss(logits, targets)).backward()
     found = head.grad.clone()
     head.grad = None
-    (3 * summed_loss(head.to(dtype), targets)).backward()
+    (3 * summed_loss(head.bfloat16(), targets)).backward()
     torch.testing.assert_close(found, head.grad, rtol=2e-2, atol=1e-6)
-
-
-def test_huge_logits_stay_finite() -> None:
-    logits = torch.tensor([[3e4, -3e4, 0.0]], requires_grad=True)
-    total = summed_loss(logits, torch.tensor([1]))
-    total.backward()
-    assert total.item() == 6e4
-    assert logits.grad.tolist() == [[1.0, -1.0, 0.0]]
 
 
 IDS = torch.arange(2, 14).view(2, 6)
@@ -120,24 +102,12 @@ def test_the_head_and_the_loss_at_some_positions_are_those_of_the_whole_logits(k
             assert (other - one).norm() <= 1e-5 * one.norm() + 1e-7
 
 
-def test_a_model_without_a_head_is_refused() -> None:
-    body = small_model("llama").model
-    with (
-        pytest.raises(TypeError, match="no output embedding"),
-        head_at(body, torch.zeros(1), torch.zeros(1)),
-    ):
-        pass
-
-
 @pytest.mark.parametrize(
     ("dtype", "rows", "with_bias"),
     [
-        (torch.float32, 100, False),
         (torch.float32, 5, True),
         (torch.bfloat16, 1, True),
-        (torch.bfloat16, 100, True),
-        (torch.float16, 5, False),
-        (torch.float16, 100, True),
+        (torch.float16, 100, False),
     ],
 )
 def test_head_and_loss_together(dtype, rows, with_bias, monkeypatch) -> None:
@@ -184,24 +154,11 @@ def test_without_gradients_none_are_computed() -> None:
     ],
 )
 def test_what_happens_after_the_head_is_seen(kind: str, config: dict[str, object]) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None,
-    }  # fmt: skip
+    shape = {**TINY_LLAMA, "vocab_size": 64, "pad_token_id": None}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**shape, **config}))
-    found = loss_module.fused_loss_problem(model, INPUTS, IDS)
-    assert found is not None
-    assert "changes the logits" in found
-
-
-def test_a_head_that_is_no_linear_layer_is_seen() -> None:
-    class Head(torch.nn.Linear):
-        pass
-
-    model = small_model("llama")
-    model.lm_head = Head(model.config.hidden_size, model.config.vocab_size, bias=False)
+    assert "changes the logits" in str(loss_module.fused_loss_problem(model, INPUTS, IDS))
+    model.lm_head = type("Head", (torch.nn.Linear,), {})(4, 64)
     assert loss_module.output_head_problem(model) == "its output embedding is a Head"
 
 

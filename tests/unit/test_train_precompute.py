@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
-import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
@@ -55,13 +53,10 @@ def test_every_sample_is_computed_once_in_the_same_group(shares: tuple, done: in
     groups = list(chain.from_iterable(dealt(even=False)))
     assert sorted(index for group in groups for index in group) == list(range(done, 37))
     assert all(group.start % 4 == 0 and len(group) == 4 for group in groups if group.stop < 37)
+    assert [group_size(length) for length in (64, 512, 4096, 32768)] == [64, 8, 1, 1]
     # Under ZeRO-3 a forward pass is collective: as many for every rank, some of them empty.
     rounds = -(-(37 - done) // (4 * len(owners)))
     assert [len(groups) for groups in dealt(even=True)] == [rounds * share for share in shares]
-
-
-def test_groups_are_of_a_size_that_the_length_decides() -> None:
-    assert [group_size(length) for length in (64, 512, 4096, 32768)] == [64, 8, 1, 1]
 
 
 def test_what_decides_the_values_of_a_model(tmp_path: Path) -> None:
@@ -127,13 +122,7 @@ def columns_of(exp: Experiment, plan: Any, task: Task, store: Any, log: Any = pr
     )  # fmt: skip
 
 
-def _rank(rank: int, port: int, root: Path, jobs: Any, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist = torch.distributed
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank))
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(PLACES))
-
+def on_rank(rank: int, root: Path) -> None:
     @contextlib.contextmanager
     def no_models(*_: Any, **__: Any) -> Iterator[FrozenModels]:
         yield FrozenModels(Models(), sharded=False)
@@ -142,62 +131,23 @@ def _rank(rank: int, port: int, root: Path, jobs: Any, results: Any) -> None:
     precompute.GROUP_TOKENS = 128  # two samples a forward
     precompute.RECORD_S = 0.0
     store_precomputed.WINDOW_BYTES = 64  # a few samples at a time
-    while jobs.get():
-        lines: list[str] = []
-        try:
-            exp = small_experiment(root / "run", ranks=3)
-            plan = make_plan(exp)
-            ranks = tuple(replace(r, host=PLACES[r.rank]) for r in plan.ranks)
-            plan = replace(plan, ranks=ranks, batch=replace(plan.batch, micro_batches=(2, 1, 1)))
-            task = Summed(exp, None)
-            own = store_of(root / f"disk-{PLACES[rank]}")
-            stores, sources = columns_of(exp, plan, task, own, lines.append)
-            found = stores["train"]
-            samples = [found[index] for index in range(len(found))]
-            for sample in samples:
-                wanted = np.where(sample.targets, sample.tokens, 0)
-                assert (sample.columns["next"] == wanted).all()
-            values = [sample.columns["total"].tolist() for sample in samples]
-            sizes = found.values_of("size").tolist()
-            results.put((values, sizes, task.forwards, lines, str(found.path), sources))
-        except Exception:
-            results.put(traceback.format_exc())
-    dist.destroy_process_group()
-
-
-class Ranks:
-    def __init__(self, root: Path) -> None:
-        # It listens before the ranks start: nobody else can take its port.
-        self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
-        self.jobs = [forks.context.Queue() for _ in PLACES]
-        self.results = [forks.context.Queue() for _ in PLACES]
-        self.processes = [
-            forks.process(_rank, rank, self._store.port, root, *queues)
-            for rank, queues in enumerate(zip(self.jobs, self.results, strict=True))
-        ]
-        for process in self.processes:
-            process.start()
-
-    def run(self) -> list[Any]:
-        for queue in self.jobs:
-            queue.put(True)
-        found = [queue.get(timeout=100) for queue in self.results]
-        assert all(isinstance(one, tuple) for one in found), found
-        return found
-
-    def end(self) -> None:
-        for queue in self.jobs:
-            queue.put(False)
-        for process in self.processes:
-            process.join(2)
-            process.kill()
-
-
-@pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    made = Ranks(tmp_path)
-    yield made
-    made.end()
+    lines: list[str] = []
+    exp = small_experiment(root / "run", ranks=3)
+    plan = make_plan(exp)
+    ranks = tuple(replace(r, host=PLACES[r.rank]) for r in plan.ranks)
+    plan = replace(plan, ranks=ranks, batch=replace(plan.batch, micro_batches=(2, 1, 1)))
+    task = Summed(exp, None)
+    own = store_of(root / f"disk-{PLACES[rank]}")
+    stores, sources = columns_of(exp, plan, task, own, lines.append)
+    found = stores["train"]
+    samples = [found[index] for index in range(len(found))]
+    for sample in samples:
+        wanted = np.where(sample.targets, sample.tokens, 0)
+        assert (sample.columns["next"] == wanted).all()
+    values = [sample.columns["total"].tolist() for sample in samples]
+    sizes = found.values_of("size").tolist()
+    said = (values, sizes, task.forwards, lines, str(found.path), list(sources))
+    (root / f"rank-{rank}.json").write_text(json.dumps(said))
 
 
 def keep_first_columns_alone(root: Path, identity: dict[str, Any]) -> None:
@@ -214,16 +164,21 @@ def keep_first_columns_alone(root: Path, identity: dict[str, Any]) -> None:
     one.record(values, 0, 8)
 
 
-def test_hosts_without_a_shared_disk_have_the_same_columns(ranks: Ranks, tmp_path: Path) -> None:
+def test_hosts_without_a_shared_disk_have_the_same_columns(tmp_path: Path) -> None:
+    def run() -> list[Any]:
+        (tmp_path / "meet").unlink(missing_ok=True)
+        forks.group(on_rank, tmp_path, world=len(PLACES))
+        return [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(3)]
+
     def run_again(*forwards: int) -> list[Any]:
-        found = ranks.run()
+        found = run()
         assert [one[2] for one in found] == [*forwards]
         assert [one[0] for one in found] == [values] * 3
         return found
 
-    first = ranks.run()
+    first = run()
     values, sizes, *_ = first[0]
-    assert all(one[:2] == (values, sizes) for one in first)
+    assert all(one[:2] == [values, sizes] for one in first)
     store = store_of(tmp_path / "again")
     for index, totals in enumerate(values):
         tokens = [float(one.sum()) for one, _ in store[index].sequences()]
@@ -232,7 +187,7 @@ def test_hosts_without_a_shared_disk_have_the_same_columns(ranks: Ranks, tmp_pat
     # 11 groups, dealt two, one, one; no rank computes what another does.
     assert [one[2] for one in first] == [6, 3, 2]
     assert any("done in" in line for line in first[0][3])
-    assert list(first[0][5]) == ["frozen (precomputed)"]
+    assert first[0][5] == ["frozen (precomputed)"]
     published = sorted(path.relative_to(tmp_path) for path in tmp_path.glob("disk-*/*pre*-*"))
     assert len([path for path in published if path.suffix != ".lock"]) == 2, published
 

@@ -141,8 +141,7 @@ def test_what_is_saved_is_chosen_and_reads_back(run: RunDir) -> None:
     files = [path for path in directory.rglob("*") if path.is_file()]
     assert job.num_bytes == sum(f.stat().st_size for f in files if f.name != "manifest.json")
     assert (directory / "model/config.json").read_bytes() == b"{}"
-    assert read_pointer(run.checkpoints, "latest") == 4
-    assert read_pointer(run.checkpoints, "best") is None
+    assert [read_pointer(run.checkpoints, name) for name in ("latest", "best")] == [4, None]
     start = start_of(run)
     assert (start.step, start.tokens_seen, start.damaged) == (4, 400, ())
     assert start.state["weights_hash"] == combine(["w"], lanes(values, 0)[None])
@@ -259,7 +258,11 @@ def test_damage_falls_back_and_never_past_what_was_removed(run: RunDir) -> None:
         save(run, step)
         log_saved(run, step)
     damage(run, 8)
+    partial = run.checkpoints / ".step-00000012.partial"  # of a save that was cut short
+    partial.mkdir()
+    (partial / "rank-00000.safetensors").write_bytes(b"half")
     start = start_of(run)
+    assert not partial.exists()
     assert (start.step, [bad.step for bad in start.damaged]) == (4, [8])
     assert "rank-00000.safetensors" in start.damaged[0].reason
     damage(run, 4)
@@ -269,15 +272,6 @@ def test_damage_falls_back_and_never_past_what_was_removed(run: RunDir) -> None:
     with pytest.raises(CheckpointError, match="None of the 2 checkpoints"):
         start_of(run)
     assert list_steps(run.checkpoints) == [4, 8]
-
-
-def test_a_save_that_was_cut_short_is_cleared_away(run: RunDir) -> None:
-    save(run, 4)
-    partial = run.checkpoints / ".step-00000008.partial"
-    partial.mkdir()
-    (partial / "rank-00000.safetensors").write_bytes(b"half")
-    assert start_of(run).step == 4
-    assert not partial.exists()
 
 
 def make_saver(run: RunDir, log: Callable[[str], None]) -> saver_module.Saver:
@@ -456,90 +450,63 @@ def test_where_no_page_can_be_locked_a_copy_is_made_all_the_same() -> None:
 
 
 GIB = 2**30
-MEMINFO = f"MemTotal: 1 kB\nMemAvailable:   {4 * GIB // 1024} kB\nCached: 5 kB\n"
-VERSION_2 = ("memory.max", "memory.current", "inactive_file")
-VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
-
-def limited(group: str, version: tuple[str, str, str], limit: Any, used: int = 0) -> dict[str, str]:
-    """Files of a control group; 1 GiB of what it uses is a cache."""
-    values = {version[0]: f"{limit}\n"}
-    if used:
-        values |= {version[1]: f"{used}\n", "memory.stat": f"anon 5\n{version[2]} {GIB}\n"}
-    return {f"sys/fs/cgroup/{group}/{name}": text for name, text in values.items()}
-
-
-def in_step(line: str) -> dict[str, str]:
-    """Slurm and systemd put a job far below the root."""
-    return {"proc/self/cgroup": f"1:cpu:/\n{line}/slurm/job_7/step_0\n"}
+STEP = "sys/fs/cgroup/{}slurm/job_7/"
 
 
 @pytest.mark.parametrize(
     ("files", "available"),
     [
         ({}, 4 * GIB),
-        (limited("", VERSION_2, "max"), 4 * GIB),
-        (limited("", VERSION_2, 3 * GIB), 3 * GIB),
-        (limited("", VERSION_2, 3 * GIB, 2 * GIB), 2 * GIB),
-        (limited("", VERSION_2, 5, 2 * GIB), 0),
-        ({**in_step("0::"), **limited("slurm/job_7/step_0", VERSION_2, "max"),
-          **limited("slurm/job_7", VERSION_2, 5 * GIB, 4 * GIB)}, 2 * GIB),
-        ({**in_step("0::"), **limited("slurm/job_7/step_0", VERSION_2, "max")}, 4 * GIB),
-        ({**in_step("4:memory:"),
-          **limited("memory/slurm/job_7/step_0", VERSION_1, 2**63 - 4096),
-          **limited("memory/slurm/job_7", VERSION_1, 5 * GIB, 4 * GIB)}, 2 * GIB),
+        ({"sys/fs/cgroup/memory.max": 5, "sys/fs/cgroup/memory.current": 9}, 0),
+        # Slurm and systemd put a job far below the root; 1 GiB of what it uses is a cache.
+        ({"proc/self/cgroup": "1:cpu:/\n0::/slurm/job_7/step_0",
+          STEP.format("") + "step_0/memory.max": "max",
+          STEP.format("") + "memory.max": 5 * GIB, STEP.format("") + "memory.current": 4 * GIB,
+          STEP.format("") + "memory.stat": f"anon 5\ninactive_file {GIB}"}, 2 * GIB),
+        ({"proc/self/cgroup": "1:cpu:/\n4:memory:/slurm/job_7/step_0",
+          STEP.format("memory/") + "step_0/memory.limit_in_bytes": 2**63 - 4096,
+          STEP.format("memory/") + "memory.limit_in_bytes": 5 * GIB,
+          STEP.format("memory/") + "memory.usage_in_bytes": 4 * GIB,
+          STEP.format("memory/") + "memory.stat": f"total_inactive_file {GIB}"}, 2 * GIB),
     ],
 )  # fmt: skip
 def test_available_memory_is_the_least_of_host_and_control_groups(files, available, tmp_path):
     assert ram_available(f"{tmp_path}/") is None
-    for name, text in {"proc/meminfo": MEMINFO, **files}.items():
+    meminfo = f"MemTotal: 1 kB\nMemAvailable:   {4 * GIB // 1024} kB\nCached: 5 kB"
+    for name, text in {"proc/meminfo": meminfo, **files}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(f"{text}\n")
     assert ram_available(f"{tmp_path}/") == available
 
 
 def test_the_ranks_of_a_host_share_its_memory() -> None:
     everyone = [("a", 3, 10), ("a", 5, 11), ("b", 7, 8)]
     assert save_job.room_for(everyone, "a")
-    assert not save_job.room_for(everyone, "b")
     assert not save_job.room_for([*everyone, ("a", 1, 10)], "a")
+    assert not save_job.room_for(everyone, "b")
 
 
-def test_one_value_that_is_not_finite_is_found() -> None:
-    for dtype, bad in zip(FLOATS, (math.nan, math.inf, -math.inf), strict=True):
-        values = torch.linspace(-1, 1, 1001, dtype=dtype)
-        assert save_job.is_finite(values)
-        values[500] = bad
-        assert not save_job.is_finite(values)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_one_value_that_is_not_finite_is_found(dtype: torch.dtype) -> None:
+    values = torch.linspace(-1, 1, 1001, dtype=dtype)
+    assert save_job.is_finite(values)
+    values[500] = -math.inf
+    assert not save_job.is_finite(values)
     assert save_job.is_finite(torch.tensor([1, 2]))
     assert save_job.is_finite(torch.zeros(0))
 
 
-def test_buffers_are_the_bytes_of_the_tensor_itself() -> None:
-    values = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
-    buffer = memoryview(save_job.as_buffer(values))
-    for first in (1.5, 3.0):
-        values[0] = first
-        assert bytes(buffer) == values.view(torch.int16).numpy().tobytes()
-
-
 def test_a_request_is_passed_on_only_while_somebody_can_save() -> None:
-    stop = ShutdownRequest()
+    stop, terms = ShutdownRequest(), TermSignals()
     assert not stop.request("SIGTERM")
-    assert stop.requested == ""
     stop.enable(False)  # checkpoints are off
     assert not stop.request("SIGTERM")
+    assert stop.requested == ""
     stop.enable(True)
     assert stop.request("SIGUSR1")
     assert stop.request("SIGTERM")
-    assert stop.requested == "SIGUSR1"
-    assert stop.disable() == "SIGUSR1"
+    assert stop.disable() == stop.requested == "SIGUSR1"
     assert not stop.request("SIGTERM")
-
-
-def test_a_launcher_that_passes_sigterm_on_does_not_cost_the_checkpoint() -> None:
-    terms = TermSignals()
-    assert not terms.is_second(100.0)
-    assert not terms.is_second(100.3), "the same request, by way of the launcher"
-    assert not terms.is_second(100.0 + SAME_REQUEST_S)
-    assert terms.is_second(100.1 + SAME_REQUEST_S)
+    # The same request again, by way of a launcher that passes it on, is no second one.
+    times = (100.0, 100.3, 100.0 + SAME_REQUEST_S, 100.1 + SAME_REQUEST_S)
+    assert [terms.is_second(at) for at in times] == [False, False, False, True]

@@ -152,9 +152,3 @@ def test_every_schedule_stays_between_its_floor_and_its_peak(schedule: str) -> N
         assert all(0.25 <= rate <= 1.0 for rate in found), (total, warmup, end)
         # Afterwards the floor stays, for a run that is made longer.
         assert lr_at(5 * total, optim=optim, total=total) == pytest.approx(0.25)
-
-
-def test_wsd_goes_on_at_the_stable_rate_when_a_run_is_made_longer() -> None:
-    values = {"schedule": "wsd", "warmup_steps": 2}
-    assert rates(20, **values)[:18] == rates(40, **values)[:18]
-    assert rates(20, **values)[17:] == pytest.approx([1.0, 1.0, 0.5])
