@@ -5,8 +5,6 @@ Each is what the class gives by default, with values where the default cannot be
 
     for name in architectures():
         model = AutoModelForCausalLM.from_config(small_config(name))
-
-Seen by ``python -m tests.architectures`` (one line for each).
 """
 
 from __future__ import annotations
@@ -106,22 +104,3 @@ def small_config(model_type: str) -> Any:
     from llmx.models.tiny import tiny_config
 
     return tiny_config(full_config(model_type), per_kind=2 if model_type.startswith("zamba") else 1)
-
-
-if __name__ == "__main__":
-    import time
-
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    for name in architectures():
-        began = time.perf_counter()
-        try:
-            model = AutoModelForCausalLM.from_config(small_config(name))
-            size = f"{sum(p.numel() for p in model.parameters()):,}"
-            logits = model(input_ids=torch.randint(5, 90, (1, 12)), use_cache=False).logits
-            logits.float().logsumexp(-1).sum().backward()
-            result = f"{size} parameters, {time.perf_counter() - began:.1f} s"
-        except Exception as error:
-            result = f"FAILS: {type(error).__name__}: {str(error)[:120]}"
-        print(f"{name}: {result}", flush=True)

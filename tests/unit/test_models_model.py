@@ -28,19 +28,14 @@ from llmx.models.model import (
     ModelSpec,
     NetworksByName,
     embedding_noise,
-    noisy_embeddings,
 )
 from llmx.models.pooling import give_pooled_forward
 from llmx.plan import ds_config, make_plan
-from llmx.plan.types import BatchPlan
 from llmx.tasks import next_token_loss
-from llmx.train.batches import Layout, make_step
 from llmx.train.engine.build import build_networks, check_spec, check_tokenizer, with_source
 from tests.architectures import small_config
 from tests.reference import (
-    SEQ_LEN,
     VOCABULARY,
-    synthetic_store,
     word_tokenizer,
     write_pretrained,
 )
@@ -210,32 +205,6 @@ def test_noise_is_added_while_it_is_asked_for() -> None:
     padded = {**batch_of("padded"), "draw_seeds": SEEDS}
     alike = next_token_loss(model_of(network, "padded"), padded, embedding_noise=5.0)
     assert alike.sum.item() == pytest.approx(noisy, rel=1e-5)
-    with noisy_embeddings(network, batch["segment_ids"], SEEDS, alpha=5.0):
-        one = network.get_input_embeddings()(batch["input_ids"])
-    assert not torch.equal(one, network.get_input_embeddings()(batch["input_ids"]))
-
-
-def test_the_seeds_of_a_step_do_not_depend_on_its_split(tmp_path: Path) -> None:
-    store = synthetic_store(tmp_path / "store")
-    found = []
-    for micro, accumulation in (((12,), 1), ((6, 6), 1), ((3, 1), 3), ((1, 1, 2), 3)):
-        for kind in ("packed", "padded"):
-            layout = Layout(seq_len=SEQ_LEN, pad_id=0, layout=kind)
-            batch = BatchPlan(12, accumulation, micro, SEQ_LEN)
-            steps = [
-                make_step(store, 3, batch=batch, rank=rank, seed=5, layout=layout, draws=True)
-                for rank in range(len(micro))
-            ]
-            micro_batches = [
-                one for at in zip(*[s.micro_batches for s in steps], strict=True) for one in at
-            ]
-            found.append([seed for one in micro_batches for seed in one["draw_seeds"].tolist()])
-    assert all(one == found[0] for one in found)
-    assert len(set(found[0])) == len(found[0]) >= 12
-    later = make_step(store, 4, batch=batch, rank=0, seed=5, layout=layout, draws=True)
-    assert not set(later.micro_batches[0]["draw_seeds"].tolist()) & set(found[0])
-    plain = make_step(store, 4, batch=batch, rank=0, seed=5, layout=layout)
-    assert "draw_seeds" not in plain.micro_batches[0]
 
 
 # --- Networks of a task: a source and a precision of their own, and what is refused ---------------
@@ -246,8 +215,7 @@ def test_a_source_brings_its_own_config_and_no_trust(tmp_path: Path) -> None:
     assert with_source(exp, ModelSpec()) is exp
     own = with_source(exp, ModelSpec(trained=False, source="owner/other", revision="v2")).model
     assert (own.path, own.revision, own.init, own.config) == ("owner/other", "v2", "pretrained", {})
-    assert own.kind == "hf"
-    assert not own.trust_remote_code
+    assert (own.kind, own.trust_remote_code) == ("hf", False)
     assert with_source(exp, ModelSpec(source="owner/main")).model.trust_remote_code
 
 
@@ -286,10 +254,8 @@ def test_a_frozen_network_of_another_architecture(tmp_path: Path) -> None:
 
 def test_a_wrong_source_is_named(tmp_path: Path) -> None:
     exp = experiment(tmp_path / "run", ranks=1, data={"seq_len": 48})
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError, match=r"^The model 'judge' of .*\(source=.*/nothing"):
         build(exp, ModelSpec(trained=False, source=str(tmp_path / "nothing")))
-    said = str(found.value)
-    assert said.startswith(f"The model 'judge' of the task, ModelSpec(source={tmp_path}/nothing")
     write_pretrained(tmp_path / "short")
     exp = experiment(tmp_path / "run", ranks=1, data={"seq_len": 128})
     with pytest.raises(ConfigError, match=r"The model 'judge'.* is over the 64 positions"):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from llmx.data import collate
@@ -208,33 +207,6 @@ def test_without_the_rows_it_refuses_instead_of_mixing_them(function: Any) -> No
         function(torch.nn.Module(), q, q, q, None)
     with pytest.raises(Unsupported, match="mask of its own"):
         function(torch.nn.Module(), q, q, q, mask, segment_bounds=rows)
-
-
-READS = (
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.nonzero.default,
-    torch.ops.aten.equal.default,
-)
-
-
-def test_no_layer_looks_at_a_tensor_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a forward in ``llmx_varlen``, nothing reads a value back: no wait for a GPU."""
-    varlen.register()
-    # The real kernel reads cu_seq_lens on the device; the reference would read it here.
-    monkeypatch.setattr(varlen, "varlen_kernel", lambda query, key, value, **_: query * 1.0)
-    called: list[Any] = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            called.append(function)
-            return function(*args, **(kwargs or {}))
-
-    model = AutoModelForCausalLM.from_config(small_config("llama"), attn_implementation=VARLEN)
-    _, inputs, _ = inputs_of(sample(5, 9), sample(7), method=VARLEN)
-    with Watch():
-        model(**inputs, use_cache=False)
-    assert called
-    assert not set(called) & set(READS)
 
 
 def test_a_torch_whose_kernel_has_no_window_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

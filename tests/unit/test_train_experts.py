@@ -130,12 +130,9 @@ def test_a_dense_model_has_nothing_to_route() -> None:
     assert routing.objective(loss, factor=2.0) is loss
     assert routing.measure(tokens=4) == {}
     assert expert_blocks(model) == []
-
-
-@pytest.mark.parametrize("kind", sorted(set(CONVERTED) - {"gpt_neox", "qwen3_5_text"}))
-def test_blocks_of_experts_are_found(kind: str) -> None:
-    (block,) = expert_blocks(converted_model(kind))
-    assert "Mo" in block.__name__  # ...MoeBlock, ...MoE
+    for kind in set(CONVERTED) - {"gpt_neox", "qwen3_5_text"}:
+        (block,) = expert_blocks(converted_model(kind))
+        assert "Mo" in block.__name__  # ...MoeBlock, ...MoE
 
 
 def test_an_auxiliary_loss_of_another_kind_is_refused() -> None:
@@ -147,34 +144,17 @@ def test_an_auxiliary_loss_of_another_kind_is_refused() -> None:
         Routing(model)
 
 
-def test_what_goes_to_a_gpu_goes_from_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From any other, the copy waits for all that the GPU has been given to do."""
-    copied: list[torch.Size] = []
-
-    def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-        copied.append(values.shape)
-        return values
-
-    monkeypatch.setattr("llmx.models.experts.to_device", to_device)
-    model = model_of("mixtral")
-    run(model, Routing(model), [(5,), (4, 3)])
-    assert copied == [torch.Size([2 * 16]), torch.Size([2])]
-
-
 BESIDE_A_TOWER = """
 import sys
 from transformers import InternVLConfig, Qwen3MoeConfig
 from llmx.models.factory import _import_network
 _import_network("causal_lm", InternVLConfig(text_config=Qwen3MoeConfig().to_dict()))
-print({"internvl.modeling_internvl", "qwen3_moe.modeling_qwen3_moe"}
-      <= {name.removeprefix("transformers.models.") for name in sys.modules})
+wanted = {"internvl.modeling_internvl", "qwen3_moe.modeling_qwen3_moe"}
+sys.exit(not wanted <= {name.removeprefix("transformers.models.") for name in sys.modules})
 """
 
 
 def test_the_experts_of_a_multi_modal_model_are_imported_with_it() -> None:
     """Its network imports them when it is built; inside ``deepspeed.zero.Init`` that is too late.
     In a process that has imported nothing yet."""
-    done = subprocess.run(
-        [sys.executable, "-c", BESIDE_A_TOWER], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split()[-1] == "True"
+    subprocess.run([sys.executable, "-c", BESIDE_A_TOWER], check=True)

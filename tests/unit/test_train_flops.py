@@ -14,11 +14,10 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from llmx.config import experiment_from_dict
-from llmx.models.adapter import add_adapter
 from llmx.models.flops import ModelFlops, model_flops
 from tests.rundirs import PARITY_MODELS
 from tests.small_models import CONVERTED, small_model
+from tests.unit.test_models_adapter import adapted, experiment
 
 LENGTH = 40
 COUNTED: dict[str, dict[str, Any]] = {
@@ -60,9 +59,8 @@ def test_operations_are_those_that_pytorch_counts(kind: str, tied: bool) -> None
     assert ours == pytest.approx(counted(model, use_cache=False), rel=0.01)
 
 
-@pytest.mark.parametrize("kind", ["bert", "megatron-bert"])
-def test_an_encoder_attends_to_all_of_its_row(kind: str) -> None:
-    config = AutoConfig.for_model(kind, **BERT)
+def test_an_encoder_attends_to_all_of_its_row() -> None:
+    config = AutoConfig.for_model("megatron-bert", **BERT)
     model = AutoModelForMaskedLM.from_config(config, attn_implementation="eager")
     ours = of_step(model_flops(model, causal=False))
     assert ours == pytest.approx(counted(model), rel=0.01)
@@ -83,13 +81,7 @@ def test_a_head_of_whole_sequences_is_not_counted_for_every_token(kind, values) 
 def test_frozen_weights_beside_an_adapter_have_no_gradient_of_their_own() -> None:
     model = small_model("llama", attention="eager", tie_word_embeddings=True)
     whole = model_flops(model)
-    values = {"kind": "lora", "rank": 4, "targets": ["all-linear"]}
-    exp = experiment_from_dict({"model": {"path": "/nowhere"}, "adapter": values})
-    add_adapter(
-        model, exp.model, exp.adapter, exp.seed,
-        ds_config={"zero_optimization": {"stage": 0}}, dtype=torch.float32,
-        head="causal_lm",
-    )  # fmt: skip
+    adapted(model, experiment())
     model.enable_input_require_grads()  # the first layer, too, passes a gradient on
     flops = model_flops(model)
     assert flops.frozen_matrices == whole.matrices

@@ -147,8 +147,9 @@ ENCODERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("head", [MASKED_LM, BACKBONE])
-@pytest.mark.parametrize("name", sorted(ENCODERS))
+@pytest.mark.parametrize(
+    ("name", "head"), [*((n, MASKED_LM) for n in sorted(ENCODERS)), ("bert", BACKBONE)]
+)
 def test_encoders_are_isolated_where_their_head_may_see_ahead(name: str, head: str) -> None:
     found = find_methods(AutoConfig.for_model(name), head=head)
     method = found.packed or found.padded
@@ -156,15 +157,12 @@ def test_encoders_are_isolated_where_their_head_may_see_ahead(name: str, head: s
     assert (method.layout, method.causal) == (ENCODERS[name], False)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_backbone_of_a_causal_model_stays_causal(name: str) -> None:
+def test_the_backbone_of_a_causal_model_stays_causal() -> None:
     """And the trial leaves random numbers as they were."""
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    found = find_methods(full_config(name), head=BACKBONE)
-    assert torch.equal(torch.rand(3), expected)
-    assert found.packed == find_methods(full_config(name)).packed
+    before = torch.get_rng_state()
+    found = find_methods(full_config("gpt2"), head=BACKBONE)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert found.packed == find_methods(full_config("gpt2")).packed
     assert found.packed is not None
     assert found.packed.causal
 

@@ -95,10 +95,8 @@ def evaluations(*values: float | None, name: str = "loss") -> list[dict[str, obj
     ("values", "stops"),
     [
         ((), None),
-        ((3.0, 2.0, 1.0), None),
         ((3.0, 2.0, 2.0), None),
         ((3.0, 2.0, 2.0, 2.5), (10, 2.0)),
-        ((3.0, 2.0, 2.5, 1.9), None),
         ((3.0, 2.0, 2.5, 1.9, 1.9, 2.0), (30, 1.9)),
         ((3.0, None, None), (0, 3.0)),
         ((None, None), (0, None)),

@@ -123,17 +123,10 @@ def test_threads_are_the_share_of_the_cores_of_this_host(
     assert found["OMP_NUM_THREADS"] == threads
 
 
-@pytest.mark.parametrize(
-    ("given", "values"),
-    [
-        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {}),
-    ],
-)
-def test_segments_of_the_allocator_are_expandable(given, values) -> None:
-    environment = dict(given)
+def test_an_allocator_that_was_chosen_stays() -> None:
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
     choose_allocator(environment)
-    assert environment == given | values
+    assert environment == {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
 
 
 class Rank:
@@ -251,37 +244,20 @@ def test_a_rank_shows_its_stacks_and_ends_wherever_it_sits(
 
 
 def test_the_worker_starts_without_torch_or_hydra() -> None:
-    code = (
-        "import sys, llmx.worker; "
-        "print([m for m in ('torch', 'deepspeed', 'hydra', 'omegaconf') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    heavy = "{'torch', 'deepspeed', 'hydra', 'omegaconf'}"
+    code = f"import sys, llmx.worker; sys.exit(bool({heavy} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # --- Status files as docs/development/contracts.md has them ---------------------------------------
 
 
-class Status(RankStatus):
-    """Of a rank of this directory."""
-
-    def __init__(self, place: Path, rank: int = 0) -> None:
-        self.run = RunDir(place)
-        super().__init__(self.run, rank=rank)
-
-    def on_disk(self, rank: int = 0) -> dict[str, Any]:
-        return read_json(self.run.rank_status(rank))
-
-    def cannot_write(self) -> None:
-        self.run.ranks.rename(self.run.root / "away")
-        self.run.ranks.touch()
-
-
 def test_status_file_has_the_keys_of_the_contract_from_the_first_moment(tmp_path: Path) -> None:
-    before = time.time()
-    status = Status(tmp_path, rank=7)
-    found = status.on_disk(7)
-    assert status.run.rank_status(7).name == "rank-007.json"
+    before, run = time.time(), RunDir(tmp_path)
+    status = RankStatus(run, rank=7)
+    path = run.rank_status(7)
+    found = read_json(path)
+    assert path.name == "rank-007.json"
     assert before <= found.pop("time") <= time.time()
     assert found.pop("host")
     assert found == {
@@ -292,29 +268,19 @@ def test_status_file_has_the_keys_of_the_contract_from_the_first_moment(tmp_path
         "saved_step": None,
         "error": None,
     }
-
-
-def test_states_reach_the_disk_at_once_and_a_final_one_is_never_left(tmp_path: Path) -> None:
-    status = Status(tmp_path)
-    for state in ("loading", "training", "saving", "finished"):
+    for state in ("loading", "training", "saving"):
         status.at_step(3)
         status.enter(state)
-        assert status.on_disk()["state"] == status.state == state
-    assert status.on_disk()["step"] == 3
-    status.enter("interrupted")
-    status.fail(RuntimeError("too late"))
-    assert status.on_disk()["state"] == "finished"
-    assert status.on_disk()["error"] is None
-
-
-def test_failure_is_written_with_type_message_traceback_and_category(tmp_path: Path) -> None:
-    status = Status(tmp_path)
+        assert read_json(path)["state"] == status.state == state
+    assert read_json(path)["step"] == 3
     try:
         raise ConfigError("data.seq_len=9 is over 8")
     except ConfigError as error:
         status.fail(error)
-    assert status.on_disk()["state"] == "failed"
-    found = status.on_disk()["error"]
+    status.enter("interrupted")  # a final state is never left
+    status.fail(RuntimeError("too late"))
+    assert read_json(path)["state"] == "failed"
+    found = read_json(path)["error"]
     assert found["type"] == "ConfigError"
     assert found["message"] == "data.seq_len=9 is over 8"
     assert found["category"] == "config"
@@ -324,14 +290,14 @@ def test_failure_is_written_with_type_message_traceback_and_category(tmp_path: P
 
 def test_heartbeat_brings_the_step_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_module, "HEARTBEAT_S", 0.01)
-    status = Status(tmp_path)
-    written = status.on_disk()["time"]
+    status, path = RankStatus(RunDir(tmp_path), rank=0), RunDir(tmp_path).rank_status(0)
+    written = read_json(path)["time"]
     status.start_heartbeat()
     status.at_step(41)
     deadline = time.monotonic() + 20
-    while status.on_disk()["step"] != 41:
+    while read_json(path)["step"] != 41:
         assert time.monotonic() < deadline, "the heartbeat wrote nothing"
-    assert status.on_disk()["time"] > written
+    assert read_json(path)["time"] > written
     status.stop_heartbeat()
     assert status._thread is not None
     status._thread.join(20)
@@ -339,13 +305,14 @@ def test_heartbeat_brings_the_step_to_disk(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_disk_that_takes_no_status_ends_no_rank_that_has_work_to_do(tmp_path: Path) -> None:
-    busy, failing = Status(tmp_path / "busy"), Status(tmp_path / "failing")
-    busy.cannot_write()
+    run = RunDir(tmp_path)
+    busy, failing = RankStatus(run, rank=0), RankStatus(run, rank=1)
+    run.ranks.rename(run.root / "away")
+    run.ranks.touch()
     busy.enter("saving")
     assert busy.state == "saving"
     with pytest.raises(OSError, match="rank"):
         busy.enter("finished")
-    failing.cannot_write()
     failing.fail(RuntimeError("the reason, which the log has"))
     assert failing.state == "failed"
 
@@ -362,13 +329,9 @@ def _caused(error: Exception, cause: Exception) -> Exception:
         (MemoryError(), "oom"),
         (NonFiniteLoss("The loss of step 3 is nan", step=3), "nan"),
         (DataError("row 4 of a.jsonl has no messages"), "data"),
-        (ConfigError("zero.stage=4 is not 0..3"), "config"),
-        (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk_full"),
         (OSError(errno.EROFS, "Read-only file system", "/runs/x/metrics.jsonl"), "disk_full"),
-        (OSError(errno.EROFS, "Read-only file system", "/.cache/huggingface"), "config"),
         (OSError(errno.EROFS, "Read-only file system", "/runs/xy/vocab.json"), "config"),
-        (OSError(errno.EIO, "Input/output error"), "disk_full"),
         (OSError(errno.ESTALE, "Stale file handle", "/data/train.jsonl"), "disk_full"),
         (_caused(DataError("The disk is full."), OSError(errno.ENOSPC, "No space")), "disk_full"),
         (_caused(DataError("Row 4 is wrong."), ValueError("a")), "data"),
