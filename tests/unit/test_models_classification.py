@@ -187,12 +187,15 @@ def test_a_published_head_is_kept_for_its_own_labels_only(
     assert not has_other_labels(plain, network.config.__class__(num_labels=3))
 
 
-def test_a_head_from_scratch(tmp_path: Path) -> None:
+def test_a_head_from_scratch_and_none_for_a_language_model(tmp_path: Path) -> None:
     scratch = experiment(tmp_path / "run")
     network = built(scratch, SPEC)
     assert network.score.weight.shape == (3, 64)
     assert float(network.score.weight.detach().std()) > 0
     assert network.config.vocab_size >= true_vocab(tokenizer_of(scratch))
+    encoder("bert").save_pretrained(tmp_path / "judge")
+    with pytest.raises(ConfigError, match="holds a BertForSequenceClassification: .* is needed"):
+        built(experiment_of(tmp_path, tmp_path / "judge"), ModelSpec())
 
 
 # --- One vector a text, as sentence-transformers pools it -----------------------------------------

@@ -169,20 +169,13 @@ class Recorded:
     def __init__(self) -> None:
         self.now = 0.0
         self.lines: list[dict[str, Any]] = []
-        main = SimpleNamespace(
-            module=torch.nn.Linear(1, 1),
-            spec=SimpleNamespace(trained=True),
-            attention=SimpleNamespace(causal=True),
-            routing=SimpleNamespace(measure=lambda **_: {}),
-        )
         engine = SimpleNamespace(
             device=torch.device("cpu"),
             dtype=torch.float32,
             stage=0,
             config=SimpleNamespace(hidden_size=1),
             precision="fp32",
-            main=main,
-            models={"policy": main},
+            main=SimpleNamespace(routing=SimpleNamespace(measure=lambda **_: {})),
             engine=SimpleNamespace(skipped_steps=0),
             last_norm=lambda: torch.tensor(1.0),
             grad_norm=lambda: 1.0,
