@@ -42,6 +42,7 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
 }  # fmt: skip
+SHALLOW = {"num_hidden_layers": 1}
 WORDS = ["<s>", "</s>", "<unk>"]
 
 
@@ -138,9 +139,9 @@ def test_onnx(tmp_path: Path, kind: str) -> None:
 
     names = ["input_ids", "attention_mask"]
     if kind == "llama-fp16":
-        source = write_model(tmp_path / "model", LlamaConfig(**SMALL))
+        source = write_model(tmp_path / "model", LlamaConfig(**{**SMALL, **SHALLOW}))
     else:
-        config = BertConfig(**{**BERT, "vocab_size": ROWS, "num_labels": 3})
+        config = BertConfig(**{**BERT, **SHALLOW, "vocab_size": ROWS, "num_labels": 3})
         source = write_model(tmp_path / "model", config, AutoModelForSequenceClassification)
         names.append("token_type_ids")
     (tmp_path / "out").mkdir()
@@ -190,7 +191,7 @@ def test_what_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.Monk
 def test_of_a_run_by_its_best_checkpoint(memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The padded rows are gone, and the card says how it is loaded."""
     run = RunDir(memory / "run")
-    small = LlamaConfig(**{**SMALL, "vocab_size": 64, "num_hidden_layers": 1})
+    small = LlamaConfig(**{**SMALL, **SHALLOW, "vocab_size": 64})
     for step in (1, 2):
         model = make_model(small, seed=step)
         save_model(run, model, step, tokenizer=lambda place: write_tokenizer(place, pieces=False))

@@ -14,11 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from llmx.cli import generate, generate_file
-from llmx.cli.generate import Stream, sampling_of
-from llmx.cli.generate_file import _Progress, read_prompts
+from llmx.cli.generate import Stream, learns_chats, sampling_of
+from llmx.cli.generate_file import Job, _Progress, batches_of, read_prompts
 from llmx.cli.main import main, run_here
 from llmx.cli.target import find_target, load_network
 from llmx.cli.words import parse
+from llmx.config.schema import TaskConfig
 from llmx.errors import DataError
 from llmx.models import generate as service
 from llmx.models.generate import decoder_of, takes_left_padding
@@ -146,6 +147,9 @@ def test_an_option_of_sampling_alone_means_temperature_1() -> None:
     assert sampling("--n=1", "--top-p=1", "--top-k=0").greedy
     for word in ("--top-p=0.9", "--top-k=5", "--seed=1", "--n=2"):
         assert sampling(word).temperature == 1
+    # A prompt is a question where conversations were learned, as in most tasks.
+    learned = [learns_chats(TaskConfig(kind=kind)) for kind in ("sft", "pretrain", "own:Task")]
+    assert learned == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -337,6 +341,7 @@ def test_what_may_stand_in_a_file(command: Command, tmp_path: Path) -> None:
     ("content", "problem"),
     [
         (b"", "there is no prompt in it"),
+        (b"[1]\n", "is JSON, but not an object"),
         (b'{"text": "x"}\n', "has no prompt. A line is"),
         (b'{"prompt": ""}\n{"a": 1}\n', "line 1: has no prompt"),
         (b'{"prompt": "a"}\n{"prompt\n', "line 2: is not a JSON object"),
@@ -349,6 +354,15 @@ def test_a_file_without_prompts_is_said(tmp_path: Path, content: bytes, problem:
     (tmp_path / "q.jsonl").write_bytes(content)
     with pytest.raises(DataError, match=problem):
         read_prompts(tmp_path / "q.jsonl")
+
+
+def test_batches_keep_to_their_tokens() -> None:
+    jobs = [Job(i, 0, (0,) * (5 + i * 7 % 40)) for i in range(50)]
+    batches = batches_of(jobs, budget=200, new_tokens=10, equal=False)
+    assert sorted(job.prompt for batch in batches for job in batch) == list(range(50))
+    assert all(len(b) * (len(b[0].tokens) + 10) <= 200 or len(b) == 1 for b in batches)
+    same = batches_of(jobs, budget=200, new_tokens=10, equal=True)
+    assert all(len({len(job.tokens) for job in batch}) == 1 for batch in same)
 
 
 def test_padding_is_tried() -> None:

@@ -316,6 +316,7 @@ def test_weights_follow_from_the_seed_and_the_name_of_their_module(kind: str) ->
     model = make(kind, num_hidden_layers=2)
     # A published run is reproduced only while this number stays.
     assert module_seed(0, "model.embed_tokens") == 8852271039736058932
+    assert len({module_seed(seed, name) for seed in (0, 1) for name in ("", "a", "a.b")}) == 6
     initialise(model, seed=7)
     first = values(model)
     deeper = make(kind, num_hidden_layers=3)

@@ -373,6 +373,7 @@ def test_samples_are_appended_and_those_of_the_newest_step_are_shown(tmp_path: P
     ("config", "why"),
     [
         (RolloutConfig(), ""),
+        (RolloutConfig(max_staleness=1), "rollout.max_staleness=1"),
         (RolloutConfig(vllm_python="/opt/vllm/bin/python"), "rollout.vllm_python"),
     ],
 )

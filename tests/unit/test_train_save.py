@@ -53,20 +53,10 @@ PROGRESS: Any = None
 """Nothing is saved before the saver is asked for a state."""
 
 
-def state_of(step: int, metric: float | None) -> dict[str, Any]:
-    return {
-        "format": 1,
-        "step": step,
-        "tokens_seen": 100 * step,
-        **MINE,
-        "world_size": 1,
-        "zero_stage": 2,
-        "parameters": {
-            "w": {"shape": [2, 3], "trained": True, "tied_to": None},
-            "head": {"shape": [2, 3], "trained": True, "tied_to": "w"},
-        },
-        "metric": None if metric is None else {"name": "eval/loss", "value": metric},
-    }
+PARAMETERS = {
+    "w": {"shape": [2, 3], "trained": True, "tied_to": None},
+    "head": {"shape": [2, 3], "trained": True, "tied_to": "w"},
+}
 
 
 def make_job(
@@ -81,13 +71,15 @@ def make_job(
     **keep: int,
 ) -> SaveJob:
     values = torch.arange(6.0) + step if values is None else values
+    state = {"format": 1, "step": step, "tokens_seen": 100 * step, "world_size": 1, "zero_stage": 2}
+    measured = None if metric is None else {"name": "eval/loss", "value": metric}
     return SaveJob(
         step=step,
         fragments=[
             StateTensor("master", "w", 0, values[:4]),
             StateTensor("master", "w", 4, values[4:]),
         ],
-        state=state_of(step, metric),
+        state={**state, **MINE, "parameters": PARAMETERS, "metric": measured},
         small_files={"config.yaml": b"a: 1\n", "model/config.json": b"{}"},
         topology=find_topology(run.checkpoints, create=True, group=None),
         group=None,
@@ -631,6 +623,7 @@ APART = StorageTopology(Path("x"), 0, (0, 1))
     [
         ({}, APART, 2, {0: ["rank-00001.safetensors"], 1: ["rank-00000.safetensors"]}, True),
         ({}, APART, 2, {0: ["rank-00000.safetensors"]}, False),  # hosts have changed places
+        ({}, APART, 3, {}, False),
         ({"zero_stage": 0}, APART, 0, {}, False),  # every rank needs everything
         ({}, replace(APART, leaders=(0, 1, 2)), 2, {}, False),
         ({"buffers": {"b": {}}}, APART, 2, {}, False),

@@ -111,6 +111,7 @@ def test_the_gpus_of_this_host(gpus, rank, visible) -> None:
     [
         ({}, "16"),
         ({"LLMX_RANKS_PER_HOST": "8"}, "4"),
+        ({"OMP_NUM_THREADS": "3"}, "3"),
         ({"SLURM_CPUS_PER_TASK": "6"}, "6"),
     ],
 )
@@ -332,6 +333,7 @@ def _caused(error: Exception, cause: Exception) -> Exception:
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk_full"),
         (OSError(errno.EROFS, "Read-only file system", "/runs/x/metrics.jsonl"), "disk_full"),
         (OSError(errno.EROFS, "Read-only file system", "/runs/xy/vocab.json"), "config"),
+        (OSError(errno.EIO, "Input/output error"), "disk_full"),
         (OSError(errno.ESTALE, "Stale file handle", "/data/train.jsonl"), "disk_full"),
         (_caused(DataError("The disk is full."), OSError(errno.ENOSPC, "No space")), "disk_full"),
         (_caused(DataError("Row 4 is wrong."), ValueError("a")), "data"),
