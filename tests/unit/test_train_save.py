@@ -53,7 +53,7 @@ PROGRESS: Any = None
 """Nothing is saved before the saver is asked for a state."""
 
 
-PARAMETERS = {
+WEIGHTS = {
     "w": {"shape": [2, 3], "trained": True, "tied_to": None},
     "head": {"shape": [2, 3], "trained": True, "tied_to": "w"},
 }
@@ -79,7 +79,7 @@ def make_job(
             StateTensor("master", "w", 0, values[:4]),
             StateTensor("master", "w", 4, values[4:]),
         ],
-        state={**state, **MINE, "parameters": PARAMETERS, "metric": measured},
+        state={**state, **MINE, "parameters": WEIGHTS, "metric": measured},
         small_files={"config.yaml": b"a: 1\n", "model/config.json": b"{}"},
         topology=find_topology(run.checkpoints, create=True, group=None),
         group=None,

@@ -124,13 +124,15 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(step_times.PIECE_S, "cpu", 0.002)
 
 
-def test_a_probe_takes_time_and_nothing_else(short: None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_probe_takes_time_and_nothing_else(short: None, dtype: torch.dtype) -> None:
     before = torch.get_rng_state()
-    products = Products(CPU, torch.bfloat16, width=64)
+    products = Products(CPU, dtype, width=64)
     assert 0 < SpeedProbe(products).at_line() < 1
     assert products.flops == 2 * 256**3 * products.count
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.isfinite(products._product).all()
+    torch.testing.assert_close(products._product, products._one @ products._other)
     assert not products._product.requires_grad
 
 
