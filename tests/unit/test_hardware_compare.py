@@ -68,11 +68,6 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_equal_hosts_have_nothing_to_say() -> None:
-    findings = judge(facts(), facts(), offsets_s={"node-a": 0.1, "node-b": -0.3})
-    assert findings.errors == findings.warnings == []
-
-
 ADAM = ["optim.kind=fused_adam"]
 QUANTIZED = ["zero=stage3", "zero.quantized_weights=true"]
 NVME = ["zero=infinity", "zero.nvme_path=/nvme"]
@@ -88,10 +83,7 @@ NO_CODE = (
     ("overrides", "change", "message"),
     [
         ([], {"python": "3.10.2"}, "Python differs between hosts: 3.11 on node-a; 3.10 on node-b"),
-        (
-            [], {"packages": {**PACKAGES, "torch": "2.9.1"}},
-            "torch differs between hosts: 2.13.0 on node-a; 2.9.1 on node-b",
-        ),
+        ([], {"code": "ba98"}, "differs between hosts: 0123456789ab on node-a; ba98 on node-b"),
         (
             [], {"packages": {**PACKAGES, "torch": "2.13.0+cu126"}, "torch_build": CUDA12},
             "torch differs between hosts: 2.13.0 on node-a; 2.13.0+cu126 on node-b.*"
@@ -110,16 +102,13 @@ NO_CODE = (
             "node-b: several NCCL builds.*pip uninstall -y nvidia-nccl-cu12 nvidia-nccl-cu13; pip "
             'install --force-reinstall "torch==2.13.0+cu126"',
         ),
-        ([], {"gpus": 1}, "node-b: slots=2, but this host has 1 GPU"),
         ([], {"gpus": None}, "node-b: slots=2, but this host has 0 GPUs"),
         (ADAM, {"ninja": False}, "node-b: .*lacks ninja (pip install ninja)"),
         (ADAM, {"stale_locks": ["/c/x/lock"]}, "Remove the lock"),
         (ADAM, {"nvcc": None}, "node-b: .*lacks the CUDA toolkit 12.6 (nvcc"),
-        (ADAM, {"nvcc": "11.8"}, "node-b: .*(nvcc is 11.8)"),
         (QUANTIZED, {"nvcc": None}, "node-b: .*quantized_weights=false"),
         (["zero=stage3_zeropp"], {"compiler": False}, "node-b: .*a C++ compiler (apt-get install"),
         (["zero=infinity"], {"libaio": False}, "node-b: .*libaio with its header"),
-        (["zero=infinity"], {"ninja": False}, "node-b: .*zero.offload_optimizer=nvme is an exten"),
         (NVME, {"nvme": FULL | {"writable": False}}, "node-b: .*zero.nvme_path=/nvme is not wri"),
         (LARGE, {"nvme": FULL}, "node-b: .*has 1 GiB free, and the states of its ranks take"),
     ],
@@ -131,7 +120,10 @@ def test_what_cannot_work_is_an_error(
     found = judge(here, {**here, **change}, *overrides).errors
     pattern = re.escape(message).replace(re.escape(".*"), ".*")
     assert any(re.search(pattern, error) for error in found), found
-    assert judge(here, here, *overrides).errors == []
+    equal = judge(here, here, *overrides, offsets_s={"node-a": 0.1, "node-b": -0.3})
+    assert equal.errors == equal.warnings == []
+    if "code" in change:  # rsync brings it, after the hosts are asked
+        assert judge(here, {**here, **change}, "launch.sync=rsync").errors == []
 
 
 @pytest.mark.parametrize(
@@ -162,14 +154,6 @@ def test_what_may_hurt_is_a_warning(change: dict[str, Any], message: str | None)
     assert "node-b: its clock is +90 s off" in clock
 
 
-def test_two_versions_of_the_code() -> None:
-    """Unless rsync brings it, which comes after the hosts are asked."""
-    other = facts(code="ba9876543210")
-    (error,) = judge(facts(), other).errors
-    assert "differs between hosts: 0123456789ab on node-a; ba9876543210 on node-b" in error
-    assert judge(facts(), other, "launch.sync=rsync").errors == []
-
-
 def test_the_code_by_its_content(tmp_path) -> None:
     for name in ("one", "two"):
         write(tmp_path / name / "launch/agent.py", "pass\n")
@@ -193,19 +177,11 @@ def test_a_ninja_beside_the_python_of_the_ranks(tmp_path, monkeypatch) -> None:
 def test_the_index_that_serves_all_hosts() -> None:
     """PyPI's torch of CUDA 13 runs on the A100s and not on the V100s, and its driver is newer."""
     old = judge(facts(torch_build=CUDA13), facts(torch_build=CUDA13), "precision=fp16").errors
-    index = (
-        'pip install --force-reinstall "torch==2.13.0+cu126" '
-        "--index-url https://download.pytorch.org/whl/cu126"
-    )
+    index = '"torch==2.13.0+cu126" --index-url https://download.pytorch.org/whl/cu126'
     assert len(old) == 3
-    assert all(index in error for error in old)
+    assert all(f"pip install --force-reinstall {index}" in error for error in old)
     assert "node-a: NVIDIA driver 570.86.15 is too old for torch 2.13.0" in old[0]
     assert "needs driver 580" in old[0]
-    done = composed("hardware=a800x2_n7")
-    surveys = {host.name: facts(torch_build=CUDA13, driver="550.54.15") for host in done.plan.hosts}
-    found = compare_hosts(done.experiment, done.plan, surveys).errors
-    assert len(found) == 7
-    assert index in found[0]
     none = judge(facts(torch_build={"cuda": None}), facts()).errors
     assert "node-a: torch 2.13.0 is built without CUDA" in none[0]
 
@@ -213,9 +189,9 @@ def test_the_index_that_serves_all_hosts() -> None:
 @pytest.mark.parametrize(
     ("capability", "runs_126", "runs_130"),
     [
-        *((old, True, False) for old in (5.2, 6.1, 7.0)),
+        *((old, True, False) for old in (5.2, 7.0)),
         *((each, True, True) for each in (7.5, 8.0, 8.6, 8.9, 9.0)),
-        *((new, False, True) for new in (10.0, 12.0, 12.1)),
+        *((new, False, True) for new in (10.0, 12.1)),
     ],
 )
 def test_the_gpus_that_a_build_runs_on(capability: float, runs_126: bool, runs_130: bool) -> None:
@@ -224,22 +200,21 @@ def test_the_gpus_that_a_build_runs_on(capability: float, runs_126: bool, runs_1
     indices = {index.name: index for index in cuda_builds.INDICES}
     for name, runs in (("cu126", runs_126), ("cu130", runs_130)):
         assert (indices[name].oldest <= capability <= indices[name].newest) is runs
-
-
-def test_code_for_one_kind_alone() -> None:
-    for capability, code, runs in (
-        (10.0, "sm_90a", False), (9.0, "sm_90a", True), (8.0, "sm_86", False),
-        (9.0, "compute_80", True), (7.5, "compute_80", False),
-    ):  # fmt: skip
-        assert cuda_builds.has_code_for(capability, [code, "noise"]) is runs
+    assert cuda_builds.has_code_for(capability, ["sm_90a", "noise"]) is (capability == 9.0)
+    assert cuda_builds.has_code_for(capability, ["compute_80"]) is (capability >= 8.0)
     assert "leave out the hosts of one kind" in cuda_builds.advice([7.0, 12.0], [580])
+
+
+def test_the_newest_torch_that_is_admitted_has_a_build_for_v100s() -> None:
+    (limit,) = re.findall(r'"torch>=[0-9.]+,<(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    last = cuda_builds.INDICES[1].last_torch
+    assert tuple(map(int, limit)) <= (last[0], last[1] + 1)
 
 
 @pytest.mark.parametrize(
     ("torch", "command"),
     [
         ("2.13.0", '"torch==2.13.0+cu126" --index-url https://download.pytorch.org/whl/cu126'),
-        ("2.13.0+cu130", '"torch==2.13.0+cu126" --index-url'),
         ("2.15.1+cu132", '"torch==2.14.0+cu126" --index-url'),  # the last one of that index
         ("2.4.0", '"torch==2.6.0+cu126" --index-url'),
         (None, "torch --index-url https://download.pytorch.org/whl/cu126"),
@@ -251,33 +226,11 @@ def test_the_printed_command_replaces_an_installed_build(torch: str | None, comm
     assert f"pip install --force-reinstall {command}" in advice
 
 
-def test_the_tested_versions_are_within_the_bounds() -> None:
-    """Each bound of pyproject.toml admits the pin of constraints.txt; the newest torch that is
-    admitted has a build for V100s."""
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = dict(line.strip().split("==") for line in lines if "==" in line)
-    project = (ROOT / "pyproject.toml").read_text()
-    bounds = re.findall(r'^  "([A-Za-z0-9_-]+)>=([0-9.]+),<([0-9.]+)"', project, re.M)
-    assert {"torch", "deepspeed", "transformers", "datasets", "peft"} <= {n for n, _, _ in bounds}
-    for name, least, below in bounds:
-        if name in pins:
-            assert version(least) <= version(pins[name]) < version(below), name
-    cu126 = cuda_builds.INDICES[1]
-    (limit,) = [below for name, _, below in bounds if name == "torch"]
-    assert version(limit) <= (cu126.last_torch[0], cu126.last_torch[1] + 1)
-
-
-def version(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(".")))
-
-
 @pytest.mark.parametrize(
     ("gpus", "index"),
     [
-        ("7.0, 570.86.15", "cu126"),
         ("8.0, 570.86.15", "cu126"),
         ("8.0, 580.65.06\n7.0, 580.65.06", "cu126"),
-        ("8.0, 580.65.06\n12.0, 580.65.06", ""),
         ("[N/A], 580.65.06", ""),
     ],
 )
@@ -306,11 +259,9 @@ def test_make_takes_the_index_of_this_machines_gpus(tmp_path, gpus: str, index: 
     ("nvcc", "cuda", "skips", "error", "warning"),
     [
         ("12.4", "12.6", False, "", ""),
-        ("13.0", "13.0", False, "", ""),
         ("13.2", "13.0", False, "(nvcc is 13.2; or set launch.env.DS_SKIP_CUDA_CHECK=1)", ""),
         ("13.2", "13.0", True, "", "compiles its extensions with CUDA 13.2 for a torch of CUDA 13"),
         ("12.8", "13.0", True, "(nvcc is 12.8)", ""),
-        ("13.0", "13.0", True, "", ""),
     ],
 )
 def test_the_minor_version_of_nvcc(nvcc, cuda, skips, error, warning) -> None:
@@ -422,15 +373,6 @@ def surveyed(*words: str, **env: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-def test_torch_is_asked_where_that_is_wanted(tmp_path) -> None:
-    """Here torch has no CUDA; and the compiler looks for libaio as DeepSpeed does."""
-    asked = json.dumps({"torch": True, "aio": True, "nvme": str(tmp_path / "not" / "there")})
-    found = surveyed(str(tmp_path), "", asked)
-    assert "arch_list" in found["torch_build"]
-    assert isinstance(found["libaio"], bool)
-    assert found["nvme"]["writable"]
-
-
 def test_the_cuda_of_torch_without_importing_it(tmp_path) -> None:
     write(tmp_path / "torch/__init__.py", "raise SystemExit('imported')\n")
     version = (
@@ -458,12 +400,18 @@ def test_the_cuda_compiler_where_torch_looks(tmp_path, monkeypatch) -> None:
 
 
 def test_the_program_runs_by_itself(tmp_path) -> None:
+    """Here torch has no CUDA; and the compiler looks for libaio as DeepSpeed does."""
     old = tmp_path / "torch_extensions" / "py311_cpu" / "cpu_adam" / "lock"
     write(old, "")
     os.utime(old, (0, 0))
     env = {"TORCH_EXTENSIONS_DIR": "", "XDG_CACHE_HOME": str(tmp_path)}
-    found = surveyed(str(tmp_path / "not/there"), **env)
+    place = str(tmp_path / "not/there")
+    asked = json.dumps({"torch": True, "aio": True, "nvme": place})
+    found = surveyed(place, "", asked, **env)
     assert set(found) == {*facts(), "stamp"}
+    assert "arch_list" in found["torch_build"]
+    assert isinstance(found["libaio"], bool)
+    assert found["nvme"]["writable"]
     assert found["packages"]["torch"]
     assert found["free_bytes"] > 0
     assert found["stale_locks"] == [str(old)]
@@ -482,56 +430,38 @@ def storage(at_once: int | None, kept: int | None) -> StoragePlan:
     return StoragePlan((), 10 * GIB, kept, at_once, 2 * GIB, private=False)
 
 
-ERROR = (
-    "node-a: /runs/a has 20.0 GiB of free disk space. A checkpoint takes 10.0 GiB, and the "
-    "first one is removed only when the second is complete: with the final model at least "
-    "20.0 GiB is needed. Free some space, or set run_dir to a directory on a larger disk. "
-    "checkpoint=none saves no training state."
-)
-WARNING = (
-    "node-a: /runs/a has 20.0 GiB of free disk space, and up to 30.0 GiB more is needed: 3 "
-    "checkpoints of 10.0 GiB at once, and model/. When the disk is full, saves fail. With "
-    "checkpoint.keep.last=1 they take 20.0 GiB, if neither checkpoint.keep.best nor "
-    "checkpoint.keep.every keeps more."
-)
-
-
-def test_too_little_space_for_the_second_checkpoint_or_for_all_of_them() -> None:
-    for free, expected in (
-        (30 * GIB, ("", "")),
-        (20 * GIB - 1, (ERROR, "")),
-        (20 * GIB, ("", WARNING)),
-    ):
-        disk = {"free_bytes": free, "checkpoints": 0}
-        assert disk_problem(storage(3, 2), None, disk, where="node-a: /runs/a") == expected
-    error, _ = disk_problem(storage(0, 0), None, {"free_bytes": GIB}, where="/runs/a")
-    assert "the final model takes 2.0 GiB" in error
-    assert "checkpoint=none" not in error
-
-
 @pytest.mark.parametrize(
-    ("plan", "there", "first", "most"),
+    ("plan", "there", "first", "most", "says"),
     [
-        (storage(3, 2), 0, 20, 30),
-        (storage(1, 1), 0, 12, 12),  # one save, at the end
-        (storage(0, 0), 0, 2, 2),  # checkpoint=none
-        (storage(None, None), 0, 20, 20),
-        (storage(3, 2), 1, 10, 20),  # resumed
-        (storage(3, 2), 2, 10, 10),
-        (storage(3, 2), 9, 10, 10),
+        (storage(3, 2), 0, 20, 30, "the first one is removed only when the second is complete"),
+        (storage(1, 1), 0, 12, 12, "GiB: with the final model at least"),  # one save, at the end
+        (storage(0, 0), 0, 2, 2, "GiB of free disk space, and the final model takes"),
+        (storage(None, None), 0, 20, 20, "checkpoint=none saves no training state"),
+        (storage(3, 2), 1, 10, 20, "the last one is removed only when the next is"),  # resumed
+        (storage(3, 2), 2, 10, 10, ""),
+        (storage(3, 2), 9, 10, 10, ""),
     ],
 )
-def test_the_space_that_is_needed(plan: StoragePlan, there: int, first: int, most: int) -> None:
+def test_the_space_that_is_needed(
+    plan: StoragePlan, there: int, first: int, most: int, says: str
+) -> None:
     """``first``: without it an error; ``most``: without it a warning."""
 
-    def found(free: int) -> list[bool]:
+    def found(free: int) -> tuple[str, str]:
         disk = {"free_bytes": free, "checkpoints": there}
-        return [bool(text) for text in disk_problem(plan, None, disk, where="/runs/a")]
+        return disk_problem(plan, None, disk, where="node-a: /runs/a")
 
-    assert found(first * GIB - 1) == [True, False]
-    assert found(first * GIB) == [False, most > first]
-    assert found(most * GIB - 1) == [most == first, most > first]
-    assert found(most * GIB) == [False, False]
+    error, none = found(first * GIB - 1)
+    assert error.startswith(f"node-a: /runs/a has {first}.0 GiB of free")
+    assert f" {first}.0 GiB" in error[30:]
+    assert says in error
+    assert none == ""
+    for free in (first * GIB, most * GIB - 1)[: 2 * (most > first)]:
+        error, warning = found(free)
+        assert error == ""
+        assert f"up to {most}.0 GiB more is needed: 3 checkpoints of 10.0 GiB" in warning
+        assert "With checkpoint.keep.last=1 they take 20.0 GiB" in warning
+    assert found(most * GIB) == ("", "")
 
 
 def test_a_host_with_a_disk_of_its_own() -> None:

@@ -40,16 +40,12 @@ LOCAL = HardwareConfig(kind="local", devices=CATALOGUE)
     ("line", "device"),
     [
         ("NVIDIA A100-SXM4-40GB, 40960, 8.0, 0, GPU-1", "a100_40g"),
-        ("NVIDIA A100-SXM4-80GB, 81920, 8.0, 0, GPU-1", "a100_80g"),
         ("NVIDIA A100 80GB PCIe, 81920, 8.0, 0, GPU-1", "a100_80g"),
         ("NVIDIA A800 80GB PCIe, 81920, 8.0, 0, GPU-1", "a800_80g"),
         ("Tesla V100-SXM2-32GB, 32768, 7.0, 0, GPU-1", "v100_32g"),
         ("Tesla V100-PCIE-16GB, 16384, 7.0, 0, GPU-1", "v100_16g"),
         ("NVIDIA H200, 143771, 9.0, 0, GPU-1", "h200_141g"),
-        ("NVIDIA H100 80GB HBM3, 81559, 9.0, 0, GPU-1", "h100_80g"),
         ("NVIDIA GeForce RTX 4090, 24564, 8.9, 0, GPU-1", "rtx4090"),
-        ("NVIDIA RTX A6000, 49140, 8.6, 0, GPU-1", "a6000"),
-        ("Tesla T4, 15360, 7.5, 0, GPU-1", "t4"),
     ],
 )
 def test_the_catalogue_is_matched_by_what_the_driver_says(line, device) -> None:
@@ -74,12 +70,10 @@ EIGHT = "".join(f"NVIDIA H100 80GB HBM3, 81559, 9.0, {i}, GPU-{i}f3a\n" for i in
     ("visible", "indices"),
     [
         (None, list(range(8))),
-        ("0", [0]),
         ("3,1", [3, 1]),
         (" 2 , 5 ", [2, 5]),
         ("GPU-4f", [4]),
         ("", []),
-        ("-1", []),
         ("NoDevFiles", []),
     ],
 )
@@ -97,13 +91,9 @@ def test_the_gpus_that_are_visible(visible, indices, monkeypatch) -> None:
     ("visible", "problem"),
     [
         ("MIG-3f2a", "hardware=local takes whole GPUs"),
-        ("MIG-GPU-1f3a/1/0", "hardware=local takes whole GPUs"),
         ("9", "'9' is not a GPU of this machine. GPUs found: 0: NVIDIA H100 80GB HBM3 GPU-0f3a, 1"),
-        ("1,9,2", "'9' is not a GPU"),
-        ("1,1,2", "'1' is listed twice"),
         ("1,GPU-1f", "'GPU-1f' is listed twice"),
         ("GPU-", "'GPU-' matches several UUIDs"),
-        ("cuda:0", "'cuda:0' is not a GPU"),
     ],
 )
 def test_a_variable_that_names_no_gpu_is_an_error(visible, problem, monkeypatch) -> None:
@@ -123,7 +113,6 @@ def test_a_variable_that_names_no_gpu_is_an_error(visible, problem, monkeypatch)
     [
         ("echo 'NVIDIA H100 80GB HBM3, 81559, 9.0, 0, GPU-1'", ""),
         ("echo No devices were found; exit 6", "2 GPUs .*nvidia0.*It says: No devices were found"),
-        ("echo Driver/library version mismatch; exit 18", "It says: Driver/library version mism"),
         ("echo 'NVIDIA GB10, [N/A], 12.1, 0, GPU-1'", "It says: NVIDIA GB10"),
         ("exit 3", "It says: exit code 3"),
         (None, "It says: .*No such file.*compute,utility.*hardware=static.*to use the CPU"),
@@ -169,12 +158,6 @@ def test_the_catalogue_says_what_computes_bf16() -> None:
     for name, device in CATALOGUE.items():
         if device.compute_capability:
             assert device.precisions == native_precisions(device.compute_capability), name
-
-
-def test_without_gpus_two_cpu_ranks(monkeypatch) -> None:
-    monkeypatch.setattr(detect, "detect_gpus", list)
-    found = detect.detect_hardware(LOCAL)
-    assert (found.kind, found.hosts[0].slots, found.hosts[0].device) == ("local", 2, "cpu")
 
 
 def test_a_torch_for_rocm_does_not_train_on_the_cpu_unasked(monkeypatch) -> None:
@@ -226,7 +209,6 @@ def test_scontrol_is_read() -> None:
     [
         ("RUNNING", os.getuid(), ""),
         ("RUNNING", os.getuid() + 1, "of another user"),
-        ("PENDING", os.getuid(), "still waits for its nodes"),
         ("COMPLETED", os.getuid(), "has ended (its state is COMPLETED)"),
         ("UNKNOWN", None, "has ended (Slurm does not know it any more)"),
     ],
@@ -248,7 +230,7 @@ def test_outside_an_allocation_the_request_is_planned() -> None:
     assert planned == [("node-1", 4, "a100_80g"), ("node-2", 4, "a100_80g")]
 
 
-@pytest.mark.parametrize("said", [b"", b"12", b"100\nimport", b"100\nprint("])
+@pytest.mark.parametrize("said", [b"", b"100\nimport"])
 def test_a_connection_that_breaks_ends_the_program(said: bytes) -> None:
     """The little Python that waits for its source waits neither for ever nor busily."""
     argv = [sys.executable, "-I", "-S", "-c", BOOTSTRAP]

@@ -43,7 +43,6 @@ TWO = ({"name": "a", "address": "10.0.0.1"}, {"name": "b", "address": "10.0.0.2"
     ("host", "message"),
     [
         ({"address": "10.0.0.3:2222"}, r"write 10.0.0.3 and ssh_port: 2222"),
-        ({"address": "[fd00::3]:2222"}, r"write fd00::3 and ssh_port: 2222"),
         ({"address": "ada@10.0.0.3"}, r"write 10.0.0.3 and user: ada"),
         ({"address": "10.0.0.3 10.0.0.4"}, "an address is one word"),
         ({"address": "10.0.0.3\n    ProxyCommand x"}, r"hosts\[2\].address=.*must be text on one"),
@@ -52,11 +51,9 @@ TWO = ({"name": "a", "address": "10.0.0.1"}, {"name": "b", "address": "10.0.0.2"
         ({"address": "10.0.0.300"}, "no IPv4 address"),
         ({"address": "fd00::x"}, "no IPv6 address"),
         ({"address": "fe80::1%eth0"}, "a zone"),
-        ({"address": "0.0.0.0"}, "not the address of one host"),
         ({"address": "-oProxyCommand=x"}, "a DNS name has letters"),
         ({"address": ""}, "the address is empty"),
         ({"name": "c:22"}, "ssh_port=22"),
-        ({"name": "ada@c"}, "its user=ada"),
         ({"name": "c d"}, "letters, digits, dots"),
         ({"name": "node[1-3]"}, "one host a line"),
         ({"name": "", "address": None}, "no name and no address"),
@@ -64,14 +61,12 @@ TWO = ({"name": "a", "address": "10.0.0.1"}, {"name": "b", "address": "10.0.0.2"
         ({"name": "B"}, r"hosts\[1\] \(b\) has this name, too"),
         ({"address": "10.0.0.2"}, r"address=10.0.0.2 with ssh_port=22 is hardware.hosts\[1\]"),
         ({"name": "localhost", "address": None}, "other hosts cannot reach this one as localhost"),
-        ({"address": "127.0.0.1"}, "other hosts cannot reach this one as 127.0.0.1"),
         ({"user": "ada\nProxyCommand x"}, r"hosts\[2\].user=.*must"),
         ({"user": "-l"}, "must be the name of a user"),
         ({"identity_file": 'a"b'}, "a path without quotes"),
         ({"fingerprint": "MD5:00:11"}, "must be a fingerprint of ssh-keygen -l: SHA256:"),
         ({"interface": "eth0 ib0"}, "must be one network interface"),
         ({"device": "a100_80gb"}, 'Did you mean "a100_80g"'),
-        ({"device": ""}, "no device type"),
     ],
 )
 def test_a_host_that_cannot_be(host: dict[str, Any], message: str) -> None:
@@ -85,12 +80,8 @@ def test_a_host_that_cannot_be(host: dict[str, Any], message: str) -> None:
     ("key", "given", "message"),
     [
         ("master_addr", "10.0.0.1:29500", "write 10.0.0.1 and launch.master_port: 29500"),
-        ("master_addr", "ada@10.0.0.1", "write 10.0.0.1 and user: ada"),
         ("master_addr", "127.0.0.1", "other hosts cannot reach rank 0 there"),
-        ("master_addr", "a b", "one word"),
-        ("hosts", {"a": {"slots": 2}}, "hardware.hosts=.*must be a list"),
         ("hosts", ["a"], r"hardware.hosts\[0\]=a: must be a mapping"),
-        ("env", ["A=1"], "hardware.env=.*must be a mapping"),
         ("env", {"A": "1\nB=2"}, "hardware.env.A=.*must be text on one line"),
         ("devices", ["a"], "hardware.devices=.*must be a mapping"),
     ],
@@ -100,28 +91,26 @@ def test_a_value_that_cannot_be(key: str, given: Any, message: str) -> None:
         hardware(*TWO, **{key: given})
 
 
-def test_all_problems_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        hardware({"name": "a:1"}, {"name": "b", "address": "x@y"}, {"name": "c", "device": "no"})
-    keys = [line.split(" ")[0] for line in str(caught.value).splitlines()]
-    assert keys == [f"hardware.hosts[{index}]" for index in range(3)]
-
-
 def places(done: Composed) -> list[tuple[str, str | None]]:
     return [(host.name, host.address) for host in done.experiment.hardware.hosts]
 
 
 def test_a_host_has_a_name_or_an_address() -> None:
-    done = hardware({"address": "gpu-1.lab"}, {"name": "b"})
-    assert places(done) == [("gpu-1.lab", "gpu-1.lab"), ("b", None)]
+    """Hosts that differ in their ssh port alone are two: containers in their host's network."""
+    ports = (
+        {"name": name, "address": "10.0.0.1", "ssh_port": port}
+        for name, port in (("c", 1), ("d", 2))
+    )
+    done = hardware({"address": "gpu-1.lab"}, {"name": "b"}, *ports)
+    expected = [("gpu-1.lab", "gpu-1.lab"), ("b", None), ("c", "10.0.0.1"), ("d", "10.0.0.1")]
+    assert places(done) == expected
+    bad = ({"name": "a:1"}, {"name": "b", "address": "x@y"}, {"name": "c", "device": "no"})
+    with pytest.raises(ConfigError) as caught:
+        hardware(*bad)
+    keys = [line.split(" ")[0] for line in str(caught.value).splitlines()]
+    assert keys == [f"hardware.hosts[{index}]" for index in range(3)], "all problems at once"
     (host,) = hardware({"address": "10.0.0.9"}).plan.hosts
     assert (host.name, host.is_local) == ("10.0.0.9", False), "not localhost"
-
-
-def test_containers_behind_one_address() -> None:
-    """Hosts that differ in their ssh port alone are two: containers in their host's network."""
-    one = {"name": "a", "address": "10.0.0.1", "ssh_port": 2201}
-    assert len(hardware(one, {**one, "name": "b", "ssh_port": 2202}).plan.hosts) == 2
 
 
 @pytest.mark.parametrize(
@@ -146,16 +135,14 @@ def test_ipv6(address: str, key: str) -> None:
 @given(st.dictionaries(NAMES, st.integers(1, 64), min_size=1))
 def test_hostfile_round_trip(slots: dict[str, int]) -> None:
     hosts = tuple(HostSlots(name, count) for name, count in slots.items())
-    assert parse_hostfile(render_hostfile(hosts)) == hosts
-
-
-def test_hostfile_of_a_user() -> None:
-    text = "# my cluster\n\nworker-0 slots=4 # rack 1\n  worker-1\tslots=2 max_slots=2\n"
-    assert parse_hostfile(text) == (HostSlots("worker-0", 4), HostSlots("worker-1", 2))
+    text = render_hostfile(hosts)
+    assert parse_hostfile(text) == hosts
+    commented = text.replace(" slots", " \t slots").replace("\n", " max_slots=2 # rack\n\n# x\n")
+    assert parse_hostfile(commented) == hosts
     with pytest.raises(ConfigError) as caught:
-        parse_hostfile("a\nb slots=1\nc slots = 3\n", source="/job/hostfile")
+        parse_hostfile(f"a\n{text}c slots = 3\n", source="/job/hostfile")
     lines = [line.split(": ")[0] for line in str(caught.value).splitlines()]
-    assert lines == ["/job/hostfile:1", "/job/hostfile:3"], "all of them at once"
+    assert lines == ["/job/hostfile:1", f"/job/hostfile:{len(hosts) + 2}"], "all of them at once"
 
 
 def of_hostfile(path: Path | str) -> Composed:
@@ -179,7 +166,6 @@ def test_ipv6_in_a_hostfile(tmp_path: Path) -> None:
         (b"a slots=" + b"9" * 5000, "at most 1024 slots"),
         ("a slots=٢".encode(), 'expected "slots=N"'),
         (b"a slots=2\nfd00::1:22:33::1 slots=2", "a name has no colon"),
-        (b"[fd00::1] slots=2\nfd00:0::1 slots=2", "is already in line 1"),
         (b"fe80::1%eth0 slots=2", "a zone"),
         (b"u@h\x07 slots=1", r"write \"h.x07\" and"),
         (b"? slots=2\n" * 5000, "and 4980 more invalid lines"),
@@ -195,7 +181,7 @@ def test_a_file_that_is_no_hostfile(content: bytes, message: str, tmp_path: Path
     assert len(str(caught.value)) < 8000
 
 
-@pytest.mark.parametrize("path", ["/", "/dev/null/x", "/nowhere", "/dev/zero"])
+@pytest.mark.parametrize("path", ["/", "/nowhere", "/dev/zero"])
 def test_a_hostfile_that_cannot_be_read(path: str) -> None:
     with pytest.raises(ConfigError, match=f"hardware.path={path}: no such file"):
         of_hostfile(path)
@@ -206,9 +192,7 @@ def test_a_hostfile_that_cannot_be_read(path: str) -> None:
     [
         ({"memory_gib": 16}, "precisions is empty, so nothing says what it can compute"),
         ({"compute_capability": 8.0, "peak_tflops": {"fp61": 1}}, "tflops.fp61: runs compute"),
-        ({"memory_gib": -16, "precisions": ["fp16"]}, r"memory_gib=-16.*must be .*from 0"),
         ({"precisions": ["int8"]}, r"precisions\[0\]=int8: must be one of fp32, bf16, fp16"),
-        ({"precisions": ["fp16", "fp16"]}, "has fp16 twice"),
         ({"precisions": ["bf16"], "compute_capability": 7.0}, "compute_capability=7 emulates it"),
         ({"precisions": ["fp32"], "accelerator": "cpu", "compute_capability": 8}, "Leave it out"),
     ],
@@ -218,9 +202,7 @@ def test_a_device_that_cannot_be(device: dict[str, Any], message: str) -> None:
         hardware(*({**host, "device": "mine"} for host in TWO), devices={"mine": device})
 
 
-@pytest.mark.parametrize(
-    ("capability", "precision"), [(7.0, "fp16"), (8.0, "bf16"), (9.0, "bf16"), (12.0, "bf16")]
-)
+@pytest.mark.parametrize(("capability", "precision"), [(7.0, "fp16"), (8.0, "bf16")])
 def test_precisions_follow_from_the_compute_capability(capability: float, precision: str) -> None:
     devices = {"mine": {"memory_gib": 32, "compute_capability": capability}}
     done = hardware(*({**host, "device": "mine"} for host in TWO), devices=devices)
@@ -254,7 +236,6 @@ def test_a_device_that_can_only_be_planned_for() -> None:
     ("overrides", "message"),
     [
         (["zero=stage3_offload", "zero.hpz_partition_size=2"], "gradients of zero"),
-        (["zero=stage3", "zero.hpz_partition_size=2", "zero.offload_optimizer=cpu"], "=cpu: Deep"),
         (["zero=infinity", "zero.nvme_path=/nvme", "zero.hpz_partition_size=2"], "do not offload"),
     ],
 )
@@ -291,9 +272,6 @@ def test_a_plan_that_was_tampered_with_is_not_rendered() -> None:
     ("text", "message"),
     [
         ("hosts:\n  a: {slots: 2}\n", "line 4: hardware.hosts must be a list"),
-        ("hosts: a\n", "line 3: hardware.hosts must be a list"),
-        ("env: [A=1]\n", "line 3: hardware.env must be a mapping"),
-        ("devices: [a]\n", "line 3: hardware.devices must be a mapping"),
         ("devices:\n  mine: 8.0\n", "line 4: hardware.devices.mine must be a mapping"),
     ],
 )
@@ -324,6 +302,7 @@ def test_rollout_hosts_do_not_train() -> None:
     assert Plan.from_dict(plan.to_dict()) == plan
     assert [host.name for host in result.experiment.rollout.servers] == ["node-b"]
     assert composed(list(GRPO)).plan.rollout_hosts == ()
+    composed([*GRPO, "rollout.hosts=[node-b]", "rollout.wait_s=600", "launch.hang_timeout_s=0"])
 
 
 def test_a_host_that_is_no_longer_named_trains_again() -> None:
@@ -365,10 +344,3 @@ UPDATES = "task.options.updates=2"
 def test_rollout_hosts_that_cannot_work(servers: str, words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         composed([*GRPO, f"rollout.hosts=[{servers}]", *words.split()])
-
-
-@pytest.mark.parametrize(
-    "words", ["rollout.wait_s=600 launch.hang_timeout_s=0", "rollout.port=65000"]
-)
-def test_rollout_hosts_that_work(words: str) -> None:
-    composed([*GRPO, "rollout.hosts=[node-b]", *words.split()])
