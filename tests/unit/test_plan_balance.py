@@ -4,6 +4,7 @@ trying everything finds, and found at once."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 from dataclasses import replace
 
@@ -26,7 +27,7 @@ from llmx.plan.balance import (
     share_out,
     step_fs,
 )
-from llmx.plan.batch import apportion, solve_batch, wanted_global_batch
+from llmx.plan.batch import apportion, solve_batch
 from llmx.plan.learned import Observation
 from llmx.plan.types import BalancePlan, BatchPlan, RankSpeed
 from tests.composing import composed, sized, with_networks
@@ -50,17 +51,6 @@ def parts(total: int, limits: list[int], least: int = 1):
     for first in range(least, min(limits[0], total) + 1):
         for rest in parts(total - first, limits[1:], least):
             yield (first, *rest)
-
-
-def test_slower_devices_get_smaller_micro_batches() -> None:
-    weights = [312.0, 312.0, 125.0, 125.0]
-    batch = BatchConfig(micro_batch=5, accumulation=2)
-    size = wanted_global_batch(batch, seq_len=8, weights=weights)
-    assert size == 28
-    speeds = tuple(RankSpeed(0, round(1e9 / weight)) for weight in weights)
-    balance = BalancePlan("spec", speeds, (5,) * 4, same_steps=True, accumulation=2)
-    plan = balanced_batch(size, balance, seq_len=8)
-    assert (plan.micro_batches, plan.accumulation, plan.sizes) == ((5, 5, 2, 2), 2, ())
 
 
 @settings(max_examples=25)
@@ -121,15 +111,14 @@ def test_no_other_split_is_faster(speeds, limit, total, same_steps, exchange, ov
 
 
 @pytest.mark.usefixtures("made_up_traces")
-@pytest.mark.parametrize("zero", ["stage1", "stage2"])
-def test_sixteen_hosts_of_four_types_are_planned_at_once(zero: str) -> None:
+def test_sixteen_hosts_of_four_types_are_planned_at_once() -> None:
     """The whole plan: memory by type, split, time and what hosts need."""
     types = ("h100_80g", "a100_80g", "a100_40g", "v100_32g")
     hosts = ", ".join(
         f"{{name: n{i}, address: 10.0.0.{i + 1}, slots: 8, device: {types[i % 4]}}}"
         for i in range(16)
     )
-    words = ["model=llama3_8b", "model.activation_checkpointing=full", f"zero={zero}"]
+    words = ["model=llama3_8b", "model.activation_checkpointing=full", "zero=stage2"]
     words += ["hardware=a100x2_v100x2", f"hardware.hosts=[{hosts}]", "data.seq_len=2048"]
     words += ["hardware.network_gbit_per_s=50"]
     found = traced([*words, "batch.global_batch=4096", "batch.micro_batch=16"])
@@ -176,17 +165,22 @@ def test_what_is_not_measured_yet_does_not_decide_how_many_samples_a_step_has() 
         composed([*words, f"batch.balance={how}"]).plan.batch.global_batch
         for how in ("spec", "measured", "even")
     )
-    assert by_sheet < measured == even == 4 * 8
+    assert (by_sheet, measured, even) == (22, 4 * 8, 4 * 8)
 
 
-@pytest.mark.parametrize(
-    ("size", "same_steps"), [(2**24, True), (2**24 - 3, False), (16_777_199, True)]
-)
-def test_a_large_batch_is_shared_out_at_once(size, same_steps) -> None:
+@pytest.mark.parametrize("size", [2**24 - 1, 2**24 - 3, 16_777_199])
+def test_a_large_batch_is_shared_out_at_once(size: int) -> None:
     speeds = [RankSpeed(10**9, 10**7), RankSpeed(10**9, 3 * 10**7), RankSpeed(10**10, 10**8)]
-    with at_most(lines=500_000):
-        sizes = share_out(size, speeds=speeds, limits=[64] * 3, seq_len=8, same_steps=same_steps)
-    assert sum(map(sum, sizes)) == size
+    for same_steps in (True, False):
+        with at_most(lines=500_000):
+            sizes = share_out(
+                size, speeds=speeds, limits=[64] * 3, seq_len=8, same_steps=same_steps
+            )
+        assert sum(map(sum, sizes)) == size
+    equal = None
+    with at_most(lines=10_000), contextlib.suppress(ConfigError):  # divisors, not every number
+        equal = solve_batch(BatchConfig(global_batch=size), seq_len=8, world=3)
+    assert (equal is not None) == (size % 3 == 0)
 
 
 def test_what_cannot_be_cut_names_what_can() -> None:
@@ -201,18 +195,12 @@ def test_what_cannot_be_cut_names_what_can() -> None:
     assert share_out(13, limits=[1, 1], same_steps=False, **arguments) == ((1,) * 7, (1,) * 6)
 
 
-def test_speeds_are_found_again_from_times() -> None:
+def test_speeds_are_found_again_from_times_and_have_no_negative_part() -> None:
+    """Noise must not make a larger micro batch cheaper, nor time below zero."""
     true = RankSpeed(fixed_fs=2 * 10**12, token_fs=3 * 10**9, square_fs=4 * 10**5)
     shapes = [(256, 256**2), (1024, 4 * 256**2), (2048, 8 * 256**2), (1024, 8 * 128**2)]
-    points = [(t, q, true.time_fs(t, q) / 1e15) for t, q in shapes]
-    found = fit_speed(points)
-    assert found.fixed_fs == pytest.approx(true.fixed_fs, rel=1e-3)
-    assert found.token_fs == pytest.approx(true.token_fs, rel=1e-3)
-    assert found.square_fs == pytest.approx(true.square_fs, rel=1e-3)
-
-
-def test_a_fit_has_no_negative_part() -> None:
-    """Noise must not make a larger micro batch cheaper, nor time below zero."""
+    found = fit_speed([(t, q, true.time_fs(t, q) / 1e15) for t, q in shapes])
+    assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(true), rel=1e-3)
     for points in ([(100, 10_000, 0.1)], [(100, 10_000, 0.1), (200, 20_000, 0.25)]):
         found = fit_speed(points)
         assert min(found.fixed_fs, found.square_fs) >= 0
@@ -332,8 +320,7 @@ def test_every_sample_is_trained_once(lengths, factors, limit, same_steps, whole
 
 
 @pytest.mark.parametrize(
-    ("same_steps", "factors"),
-    [(False, (1, 2)), (True, (1, 1)), (True, (2, 5, 8)), (False, (1, 4, 4, 1))],
+    ("same_steps", "factors"), [(True, (1, 1)), (True, (2, 5, 8)), (False, (1, 4, 4, 1))]
 )
 def test_ranks_finish_together(factors, same_steps) -> None:
     """Chats of all lengths: less of a step is spent in waiting than with slices of as many samples;
@@ -363,36 +350,17 @@ def test_ranks_finish_together(factors, same_steps) -> None:
     assert idle["work"] < 0.7 * idle["samples"]
 
 
-def test_equal_samples_are_left_to_the_plan() -> None:
-    batch, balance = planned(8, [RankSpeed(0, 1), RankSpeed(0, 3)], 8, same_steps=True)
-    assert batch.micro_batches == (6, 2)
-    rows = Rows([1] * 8, [SEQ_LEN] * 8)
-    assert shared_out(rows, batch, balance) is None
-
-
 def test_the_squared_part_counts() -> None:
     """Two long rows cost as much attention as many short ones with more tokens."""
     batch, balance = planned(34, [RankSpeed(0, 1, 10)] * 2, 34, same_steps=True)
     rows = Rows([1] * 34, [512] * 2 + [128] * 32)
     (first,), (second,) = shared_out(rows, batch, balance)
     assert set(first) == {0, 1}, (first, second)
+    alike = Rows([1] * 34, [SEQ_LEN] * 34)
+    assert shared_out(alike, batch, balance) is None, "left to the plan"
 
 
 # --- Equal ranks ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("batch", "world", "expected"),
-    [
-        ({"global_batch": 96, "micro_batch": 4}, 4, (96, 6, (4, 4, 4, 4))),
-        ({"micro_batch": 3}, 2, (6, 1, (3, 3))),
-        ({"global_batch": 64, "micro_batch": 16}, 14, (64, 1, (5,) * 8 + (4,) * 6)),
-    ],
-)
-def test_the_split_follows_from_what_is_set(batch, world: int, expected) -> None:
-    plan = solve_batch(BatchConfig(**batch), seq_len=512, world=world)
-    assert (plan.global_batch, plan.accumulation, plan.micro_batches) == expected
-    assert plan.tokens_per_step == plan.global_batch * 512
 
 
 @pytest.mark.parametrize(
@@ -407,13 +375,9 @@ def test_the_split_follows_from_what_is_set(batch, world: int, expected) -> None
 def test_what_cannot_be_cut_equally_names_what_can(batch, world: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         solve_batch(BatchConfig(**batch), seq_len=8, world=world)
-
-
-def test_tokens_per_step_are_rounded_to_whole_micro_steps() -> None:
-    batch = BatchConfig(tokens_per_step=2_097_152, micro_batch=4)
-    plan = solve_batch(batch, seq_len=2048, world=14)
-    assert plan.global_batch % (14 * 4) == 0
-    assert abs(plan.tokens_per_step - 2_097_152) <= 14 * 4 * 2048 / 2
+    plan = solve_batch(BatchConfig(tokens_per_step=20_000, micro_batch=3), seq_len=8, world=world)
+    assert plan.global_batch % (world * 3) == 0, "rounded to whole micro steps"
+    assert abs(plan.tokens_per_step - 20_000) <= world * 3 * 8 / 2
 
 
 @given(target=st.integers(1, 400), micro=st.integers(1, 20), world=st.integers(1, 9))
@@ -437,16 +401,7 @@ def test_the_smallest_accumulation_that_fits_is_found(target, micro, world) -> N
     else:
         assert (plan.accumulation, plan.micro_batches) == expected
         assert plan.global_batch == target == sum(plan.micro_batches) * plan.accumulation
-
-
-@pytest.mark.parametrize("size", [2**24, 2**24 - 3, 16_777_199])
-def test_a_large_equal_batch_is_solved_at_once(size) -> None:
-    """Divisors, not every number up to the batch."""
-    plan = None
-    with at_most(lines=10_000), contextlib.suppress(ConfigError):
-        plan = solve_batch(BatchConfig(global_batch=size), seq_len=8, world=3)
-    assert (plan is not None) == (size % 3 == 0)
-    assert plan is None or plan.global_batch == size
+        assert plan.tokens_per_step == target * 8
 
 
 @given(st.integers(0, 500), st.lists(st.floats(0.1, 100.0), min_size=1, max_size=9))
