@@ -5,7 +5,6 @@ More damage is done by the fuzz."""
 from __future__ import annotations
 
 import json
-import math
 import re
 import statistics
 import subprocess
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from llmx import text as human
 from llmx.cli.main import run_here
 from llmx.data import EvalPrompt
 from llmx.errors import ConfigError
@@ -32,17 +30,19 @@ from tests import tracked_run
 from tests.rundirs import experiment, write_run
 from tests.unit.test_serve_command import write_model
 
+ROWS = (
+    (
+        "Anna has a red ball. Ben has a blue kite.\nWhat colour is Ben's kite?",
+        "blue",
+        "the the <script>alert(1)</script>",
+        " blue\n",
+    ),
+    ("用英文说你好[/bold]", "hello", "", "hallo"),
+    ("Say yes.", "yes", "no", None),
+)
+KEYS = ("prompt", "expected", "before", "after")
 SAMPLES = {
-    "rows": [
-        {
-            "prompt": "Anna has a red ball. Ben has a blue kite.\nWhat colour is Ben's kite?",
-            "expected": "blue",
-            "before": "the the <script>alert(1)</script>",
-            "after": " blue\n",
-        },
-        {"prompt": "用英文说你好[/bold]", "expected": "hello", "before": "", "after": "hallo"},
-        {"prompt": "Say yes.", "expected": "yes", "before": "no", "after": None},
-    ],
+    "rows": [dict(zip(KEYS, row, strict=True)) for row in ROWS],
     "exact_match_before": 0.0,
     "exact_match_after": 0.5,
 }
@@ -90,14 +90,21 @@ def test_golden(run: RunDir, capsys, golden) -> None:
     golden("report/run_80.txt", "\n".join(line.rstrip() for line in text.splitlines()) + "\n")
 
 
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_tables_fit_and_places_can_be_copied(run: RunDir, capsys, width: int) -> None:
-    text = report(run, capsys, width=width)
-    head, places = text.split(" run directory", 1)
-    assert all(len(line) <= width for line in head.splitlines())
-    for place in (run.loss_curve, "wandb sync /runs/x/wandb/o", f"llmx generate {run.root} "):
-        assert str(place) in places
+def test_tables_fit_and_places_can_be_copied(run: RunDir, capsys) -> None:
+    for width in (40, 200):
+        text = report(run, capsys, width=width)
+        head, places = text.split(" run directory", 1)
+        assert all(len(line) <= width for line in head.splitlines())
+        for place in (run.loss_curve, "wandb sync /runs/x/wandb/o", f"llmx generate {run.root} "):
+            assert str(place) in places
     assert "\x1b" not in text, "plain where it is no terminal"
+    run.report.unlink()
+    run.report.mkdir()
+    ascii_only = {"PATH": "", "PYTHONIOENCODING": "ascii", "HOME": str(run.root)}
+    argv = [sys.executable, "-m", "llmx", "report", str(run.root)]
+    said = subprocess.run(argv, env=ascii_only, capture_output=True, check=True).stdout
+    assert b"trained 40 steps" in said
+    assert b"not written (Is a directory)" in b" ".join(said.split())
 
 
 def test_failed_run(run: RunDir, capsys) -> None:
@@ -180,25 +187,6 @@ def test_no_run_directory(tmp_path: Path, capsys) -> None:
         assert re.search(says, capsys.readouterr().err)
 
 
-def test_forms() -> None:
-    assert [human.count(count) for count in (950, 6_738_415_616)] == ["950", "6.74 B"]
-    times = [human.duration(seconds) for seconds in (0.84, 72, 11_100)]
-    assert times == ["0.8 s", "1 min 12 s", "3 h 5 min"]
-    assert human.percent(0.96875) == "96.9 %"
-    assert [human.number(value) for value in (0.4, math.nan)] == ["0.4000", "nan"]
-
-
-def test_ascii_terminal(run: RunDir) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "llmx", "report", str(run.root)],
-        env={"PATH": "", "PYTHONIOENCODING": "ascii", "HOME": str(run.root)},
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    assert b"trained 40 steps" in done.stdout
-
-
 # --- What is shown ---------------------------------------------------------------------------
 
 
@@ -223,24 +211,14 @@ def test_generated_samples_are_shown_with_each_reward(run: RunDir, capsys) -> No
     assert re.search(r"\(nothing\) +1 +0\.5 +1\.5 +-1\.25", text)
     assert text.count("What is 6 times 7?") == 1, "of the newest step"
     assert "Eval question?" in text
-    page = run.report.read_text(encoding="utf-8")
-    assert '"Samples of step 30":[{"table":' in page
-    assert "It is \\u003c42>." in page
-    assert '["prompt","completion","exact_match","short","reward","advantage"]' in page
-
-
-def test_a_huge_diff_does_not_make_a_huge_page(run: RunDir, capsys) -> None:
     write_json(run.provenance, {"git": {"diff": "+" * 3_000_000}})
     report(run, capsys)
     assert run.report.stat().st_size < 500_000
     assert "whole in provenance.json" in run.report.read_text(encoding="utf-8")
-
-
-def test_a_step_repeated_after_a_restart_counts_once(begun: RunDir) -> None:
-    again = {**tracked_run.train_line(4), "loss": 1.0}
-    tracked_run.append(begun, [*map(tracked_run.train_line, (2, 4, 6)), again])
-    shown = [(line["step"], line["loss"] == 1.0) for line in load_run(begun.root).train]
-    assert shown == [(2, False), (4, True), (6, False)]
+    page = run.report.read_text(encoding="utf-8")
+    assert '"Samples of step 30":[{"table":' in page
+    assert "It is \\u003c42>." in page
+    assert '["prompt","completion","exact_match","short","reward","advantage"]' in page
 
 
 def test_the_page_is_one_whole_file(run: RunDir, capsys) -> None:
@@ -267,11 +245,19 @@ def test_picture_shows_the_curves(run: RunDir) -> None:
 
 
 def test_predicted_against_measured(begun: RunDir) -> None:
-    """Of a run on GPUs the memory, too; nothing where the plan had no prediction."""
-    tracked_run.append(begun, tracked_run.lines())
+    """Of a run on GPUs the memory, too; nothing where the plan had no prediction. A step that was
+    repeated counts once, and a loss is not shown twice."""
+    start, *lines = tracked_run.lines()
+    again = {**tracked_run.train_line(40), "loss": 1.0}  # after a restart
+    lines = [*lines, again, {"kind": "eval", "step": 40, "loss": 0.5, "plain_loss": 0.5}]
+    tracked_run.append(begun, [{**start, "num_trained": 32_768}, *lines])
     before = load_run(begun.root)
+    assert [line["step"] for line in before.train] == list(range(2, 42, 2)), "each step once"
+    assert before.train[-1]["loss"] == 1.0
+    rows = dict(wording.summary_rows(before))
+    assert rows["trained"].startswith("32.8 k parameters")
+    assert not {"predicted", "plain loss"} & {*rows}
     paces = [line["step_time_s"] for line in before.train]
-    assert "predicted" not in dict(wording.summary_rows(before))
     plan = read_json(begun.plan)
     plan |= {"time": {"step_s": statistics.median(paces[1:]) / 2}, "accelerator": "cuda"}
     plan["memory"] = [asdict(MemoryPlan("a", 10, 2, 3, 4, 0, 1, 0, 80))]
@@ -279,15 +265,6 @@ def test_predicted_against_measured(begun: RunDir) -> None:
     assert "predicted" not in dict(wording.summary_rows(load_run(begun.root), is_brief=True))
     text = dict(wording.summary_rows(load_run(begun.root)))["predicted"]
     assert "(+100%) a step; memory 20.0 GiB, measured" in text
-
-
-def test_trained_is_what_was_trained_and_the_loss_is_not_shown_twice(begun: RunDir) -> None:
-    start, *lines = tracked_run.lines()
-    lines = [{**line, "plain_loss": line["loss"]} if "loss" in line else line for line in lines]
-    tracked_run.append(begun, [{**start, "num_trained": 32_768}, *lines])
-    rows = dict(wording.summary_rows(load_run(begun.root)))
-    assert rows["trained"].startswith("32.8 k parameters")
-    assert "plain loss" not in rows
 
 
 @pytest.mark.parametrize(
@@ -337,10 +314,7 @@ def test_waiting_is_what_a_backward_pass_has_beyond_its_proportion(tmp_path: Pat
     assert table["table"]["rows"][1][-1] == "0.43"
 
 
-@pytest.mark.parametrize(
-    "times",
-    [{}, {"forward_s": [0.1, 0.1]}, TIMES | {"update_s": [0.1]}, TIMES | {"forward_s": [0, 0]}],
-)
+@pytest.mark.parametrize("times", [{}, TIMES | {"update_s": [0.1]}, TIMES | {"forward_s": [0, 0]}])
 def test_a_run_that_measured_nothing_has_no_timeline(tmp_path: Path, times: dict[str, Any]) -> None:
     data = timed(tmp_path, **times)
     assert steps_by_rank(data) is None
@@ -395,7 +369,7 @@ WRONG_KINDS = {
 
 @pytest.mark.parametrize(
     "content",
-    [b"{\n", bytes(range(256)), b"[1, 2]\n", b'"x"\n', json.dumps(WRONG_KINDS).encode() + b"\n"],
+    [bytes(range(256)), b"[1, 2]\n", json.dumps(WRONG_KINDS).encode() + b"\n"],
 )
 def test_each_damaged_file_is_named_in_one_line(begun: RunDir, content: bytes) -> None:
     run = begun
@@ -418,16 +392,9 @@ def test_no_metric_of_a_task_is_taken_for_damage() -> None:
     assert set(SHAPES["metrics.jsonl"]) <= RESERVED
 
 
-def test_a_place_that_cannot_be_written(run: RunDir, capsys) -> None:
-    run.report.mkdir()
-    assert "not written (Is a directory)" in " ".join(report(run, capsys).split())
-
-
-def test_eval_says_a_wrong_output_and_a_damaged_tokenizer_in_a_line(tmp_path: Path, capsys) -> None:
+def test_eval_says_a_damaged_tokenizer_in_a_line(tmp_path: Path, capsys) -> None:
     run = write_run(experiment(tmp_path / "run", ranks=1))
     write_model(run.final_model)
-    assert run_here("eval", [str(run.root), "--out", str(tmp_path)]) == ConfigError.exit_code
-    assert "is a directory. Set --out FILE.json." in capsys.readouterr().err
     (run.final_model / "tokenizer.json").write_text('{"version": 1, "added_tokens": 7}')
     of_class = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
     (run.final_model / "tokenizer_config.json").write_text(of_class)
