@@ -67,6 +67,8 @@ TWO = ({"name": "a", "address": "10.0.0.1"}, {"name": "b", "address": "10.0.0.2"
         ({"fingerprint": "MD5:00:11"}, "must be a fingerprint of ssh-keygen -l: SHA256:"),
         ({"interface": "eth0 ib0"}, "must be one network interface"),
         ({"device": "a100_80gb"}, 'Did you mean "a100_80g"'),
+        ({"gpus": [1]}, "slots=2"),
+        ({"gpus": [1, 1]}, "twice"),
     ],
 )
 def test_a_host_that_cannot_be(host: dict[str, Any], message: str) -> None:
@@ -242,6 +244,13 @@ def test_a_device_that_can_only_be_planned_for() -> None:
 def test_hpz_with_offload(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         hardware(*TWO, overrides=overrides)
+
+
+def test_where_gpus_cannot_be_chosen() -> None:
+    with pytest.raises(ConfigError, match="slurm chooses the GPUs"):
+        hardware({**TWO[0], "gpus": [0, 1]}, TWO[1], overrides=["launch.transport=slurm"])
+    with pytest.raises(ConfigError, match="gpus is for hosts with GPUs, and cpu is none"):
+        hardware(*({**host, "device": "cpu", "gpus": [0, 1]} for host in TWO))
 
 
 def test_quantized_gradients_on_unequal_hosts() -> None:

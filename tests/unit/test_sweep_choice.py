@@ -42,17 +42,12 @@ def test_names_and_settings_of_the_sweep_make_no_other_trial() -> None:
     ("words", "is_left_out"),
     [
         ("zero=stage2 batch.micro_batch=4", True),
-        ("zero=stage2 batch.micro_batch=8", True),
-        ("zero=stage1 batch.micro_batch=4", True),
         ("zero=stage0 batch.micro_batch=16", True),
         ("zero=stage1 batch.micro_batch=8 optim.lr=0.5 tracking.project=other", True),
         ("zero=stage2 batch.micro_batch=2", False),
-        ("zero=stage3 batch.micro_batch=4", False),
         ("zero=stage3 batch.micro_batch=16", False),
         ("zero=stage1 batch.micro_batch=2", False),
-        ("zero=stage1 batch.micro_batch=8 model.activation_checkpointing=full", False),
         ("zero=stage1 batch.micro_batch=8 data.seq_len=64", False),
-        ("zero=stage1 batch.micro_batch=8 seed=1", False),
         ("zero=stage1 batch.micro_batch=8 optim=sgd", False),
     ],
 )
@@ -61,15 +56,6 @@ def test_what_needs_as_much_or_more_is_left_out(words: str, is_left_out: bool) -
     said = needs_more(made.experiment, made.plan, [ran_out()])
     assert said.startswith("trial 0 ran out of memory and needs no more" if is_left_out else "")
     assert bool(said) is is_left_out
-
-
-def test_a_smaller_micro_batch_is_run_also_where_the_plan_knows_no_memory() -> None:
-    known = ran_out()
-    known = dataclasses.replace(known, plan=dataclasses.replace(known.plan, memory=()))
-    for micro_batch, runs in ((2, True), (8, False)):
-        made = composed([*SMALL, "zero=stage2", f"batch.micro_batch={micro_batch}"])
-        plan = dataclasses.replace(made.plan, memory=())
-        assert (needs_more(made.experiment, plan, [known]) == "") is runs
 
 
 @pytest.mark.usefixtures("made_up_traces")
@@ -81,6 +67,12 @@ def test_fewer_micro_steps_may_need_less_although_the_micro_batch_is_larger() ->
     plan = dataclasses.replace(made.plan, memory=(less,))
     assert needs_more(made.experiment, made.plan, [ran_out()])
     assert needs_more(made.experiment, plan, [ran_out()]) == ""
+    # Where the plan knows no memory, the micro batch decides.
+    known = dataclasses.replace(ran_out(), plan=dataclasses.replace(ran_out().plan, memory=()))
+    for micro_batch, runs in ((2, True), (8, False)):
+        made = composed([*SMALL, "zero=stage2", f"batch.micro_batch={micro_batch}"])
+        plan = dataclasses.replace(made.plan, memory=())
+        assert (needs_more(made.experiment, plan, [known]) == "") is runs
 
 
 @pytest.mark.usefixtures("made_up_traces")
@@ -121,10 +113,8 @@ TYPES = HardwareConfig(hosts=[*hosts(2), *hosts(2, device="v100_32g", first="b")
 @pytest.mark.parametrize(
     ("slots", "count", "placed"),
     [
-        ((2, 2), 1, ["a:0", "a:1", "b:0", "b:1"]),
         ((4, 2), 2, ["b:0,1", "a:0,1", "a:2,3"]),  # the fullest first
         ((2, 3), 2, ["a:0,1", "b:0,1"]),  # on one host, where one has so many
-        ((2, 2, 2), 4, ["a:0,1 b:0,1"]),  # several, where none has so many
         ((2, 2, 2, 2), 3, ["a:0,1 b:0", "c:0,1 d:0"]),  # all of one shape
         (TYPES, 1, ["a:0", "a:1", "b:0", "b:1"]),
         (TYPES, 2, ["a:0,1", "b:0,1"]),  # of one type
@@ -160,21 +150,6 @@ def test_the_part_is_written_into_the_hardware_of_the_trial() -> None:
     found = placed_on(cpu, Placed(((cpu.hardware.hosts[0], (1,)),)))
     assert found.hardware.hosts[0].gpus == [], "a CPU rank has no device"
     assert found.hardware.env["LLMX_RANKS_PER_HOST"] == "2"
-
-
-@pytest.mark.parametrize(
-    ("host", "said"),
-    [
-        ("name: localhost, slots: 2, device: a100_40g, gpus: [1]", "slots=2"),
-        ("name: localhost, slots: 2, device: a100_40g, gpus: [1, 1]", "twice"),
-        ("name: localhost, slots: 1, device: cpu, gpus: [0]", "is for hosts with GPUs"),
-        ("name: node-a, slots: 1, device: a100_40g, gpus: [1]", "slurm chooses the GPUs"),
-    ],
-)
-def test_mistakes_in_the_choice_of_devices(host: str, said: str) -> None:
-    words = ["hardware.kind=static", "model=tiny", f"hardware.hosts=[{{{host}}}]"]
-    with pytest.raises(ConfigError, match=said):
-        composed([*words, *(["launch.transport=slurm"] if "slurm" in said else [])])
 
 
 # --- What tune tries next: surfaces whose fastest point is known -----------------------------
@@ -259,7 +234,7 @@ def fastest(truth: Callable[[Place], float] = speed, capacity: float = CAPACITY)
 
 
 @pytest.mark.parametrize("capacity", [8.0, 20.0, 34.0, 48.0, 80.0, 640.0])
-@pytest.mark.parametrize("saturates", [0, 1, 2, 3, 4, 5, 99])
+@pytest.mark.parametrize("saturates", [0, 1, 3, 5, 99])
 def test_the_fastest_point_is_found_in_few_of_84_trials(saturates: int, capacity: float) -> None:
     """Whatever the device has, and where the plan is 30 % off."""
     truth = functools.partial(speed, saturates=saturates)
@@ -271,6 +246,9 @@ def test_the_fastest_point_is_found_in_few_of_84_trials(saturates: int, capacity
         assert truth(place_of(search.best)) >= 0.95 * fastest(truth, capacity)
         assert len(trials) <= 14
         assert sum(search.counts().values()) == 84
+        if capacity == 640.0:  # recomputing is not tried where memory is no limit
+            assert all(place[2] == 0 for place in trials)
+            assert "not worth trying" in search.counts()
 
 
 def test_from_below_where_nothing_is_known_of_memory() -> None:
@@ -287,6 +265,10 @@ def test_nothing_that_fits_ends_the_search() -> None:
     assert len(searched(search, needed=lambda place: 1000.0)) <= 16
     assert search.best is None
     assert "no remaining candidate could fit" in search.ended
+    search = Search(candidates())
+    search.limit, search.ended = "sweep.max_trials", "sweep.max_trials=1 was reached"
+    assert "not tried (sweep.max_trials)" in search.counts()
+    assert "not worth trying" not in search.counts()
 
 
 def test_failures_of_another_kind_end_it_early() -> None:
@@ -297,16 +279,3 @@ def test_failures_of_another_kind_end_it_early() -> None:
         search.tell(step[0], Trial(trial, [], Path(), "crash"))
     assert search.next() is None
     assert "not for memory" in search.ended
-
-
-def test_recomputing_is_not_tried_where_memory_is_no_limit() -> None:
-    search = Search(candidates(capacity=640.0))
-    assert all(place[2] == 0 for place in searched(search, capacity=640.0))
-    assert "not worth trying" in search.counts()
-
-
-def test_what_a_limit_left_out_is_said_to_be_not_tried() -> None:
-    search = Search(candidates())
-    search.limit, search.ended = "sweep.max_trials", "sweep.max_trials=1 was reached"
-    assert "not tried (sweep.max_trials)" in search.counts()
-    assert "not worth trying" not in search.counts()
