@@ -37,45 +37,30 @@ def write_trial(
     started: float = START_S,
     steps: int = 20,
     finished: bool = True,
-    loss: float | None = None,
     **result: Any,
 ) -> RunDir:
     """A run directory with losses that fall faster with a larger ``lr``; 0.03 and more diverges."""
     run = RunDir(root)
-    exp = tracked_run.experiment(root)
-    config = to_dict(exp)
-    config["zero"] = to_dict(ZeroConfig(stage=stage))
+    config = to_dict(tracked_run.experiment(root))
+    config |= {"zero": to_dict(ZeroConfig(stage=stage)), "optim": to_dict(OptimConfig(lr=lr))}
     config["batch"] = to_dict(BatchConfig(micro_batch=micro_batch))
-    config["optim"] = to_dict(OptimConfig(lr=lr))
     write_text(run.config, yaml.safe_dump(config, sort_keys=False))
     write_json(run.plan, tracked_run.plan().to_dict())
     write_text(run.overrides, yaml.safe_dump(overrides))
-    lines: list[dict[str, Any]] = [
-        {
-            "kind": "start",
-            "metrics": tracked_run.DECLARED,
-            "time": started + 5,
-            "total_steps": 20,
-            "num_parameters": 1_400_000,
-        }
-    ]
+    start = {"kind": "start", "metrics": tracked_run.DECLARED, "num_parameters": 1_400_000}
+    lines: list[dict[str, Any]] = [{**start, "time": started + 5, "total_steps": 20}]
+    memory = [round(memory_gib, 3), round(memory_gib, 3) - 0.25]
     for step in range(2, steps + 1, 2):
-        value = 0.4 + 5.0 * math.exp(-step * min(1.0, 120 * lr) / 8) if lr < 0.03 else math.nan
-        line = tracked_run.train_line(step) | {
-            "time": started + 5 + step, "loss": round(value, 4),
-            "tokens_per_s": round(speed) + step,
-            "memory_gib": [round(memory_gib, 3), round(memory_gib, 3) - 0.25],
-        }  # fmt: skip
-        if math.isnan(value):
-            line |= {"loss": None, "nonfinite": True}
-        lines.append(line)
+        values = {"time": started + 5 + step, "tokens_per_s": round(speed) + step}
+        loss = round(0.4 + 5.0 * math.exp(-step * min(1.0, 120 * lr) / 8), 4)
+        found = {"loss": loss} if lr < 0.03 else {"loss": None, "nonfinite": True}
+        lines.append({**tracked_run.train_line(step), **values, "memory_gib": memory, **found})
     ended = started + 5 + steps
     if outcome == "ok" and finished:
-        final = loss if loss is not None else 0.4 + abs(math.log10(lr / 3e-3)) if lr < 0.03 else 9.0
+        final = 0.4 + abs(math.log10(lr / 3e-3)) if lr < 0.03 else 9.0
         lines.append(tracked_run.evaluation(steps, round(final, 4), 0.5) | {"time": ended})
         lines.append({"kind": "end", "step": steps, "time": ended})
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    write_text(run.metrics, text)
+    write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
     if finished:
         values = {"started": started, "ended": ended, **result}
         write_json(run.result, tracked_run.result(outcome, **values))
@@ -143,27 +128,4 @@ def rates(directory: Path, lrs: tuple[str, ...] = ("1e-4", "3e-4", "1e-3", "3e-3
         run = write_trial(root, [f"optim.lr={lr}"], lr=float(lr))
         trials.append(ended(index, [f"optim.lr={lr}"], run))
     journal(directory, trials, [f"optim.lr={','.join(lrs)}"], objective="eval/loss")
-    return directory
-
-
-def search(directory: Path, count: int = 24) -> Path:
-    """As of a random search: four axes, two of them continuous."""
-    trials = []
-    for index in range(count):
-        lr, decay = 10 ** (-4 + 2 * ((index * 37) % 97) / 97), 0.2 * ((index * 53) % 89) / 89
-        stage, micro = 1 + index % 3, 2 ** (index % 4)
-        words = [
-            f"optim.lr={lr:.6g}", f"optim.weight_decay={decay:.4g}", f"zero=stage{stage}",
-            f"batch.micro_batch={micro}",
-        ]  # fmt: skip
-        outcome = "oom" if micro == 8 and stage == 1 else "ok"
-        run = write_trial(
-            directory / f"{index}_trial", words, lr=lr, outcome=outcome, stage=stage,
-            micro_batch=micro, speed=700 * micro, steps=20 if outcome == "ok" else 2,
-            **(OOM if outcome == "oom" else {}),
-        )  # fmt: skip
-        trials.append(
-            ended(index, words, run, outcome=outcome, **(OOM if outcome == "oom" else {}))
-        )
-    journal(directory, trials, ["hydra/sweeper=optuna"], objective="eval/loss")
     return directory
