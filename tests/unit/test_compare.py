@@ -82,10 +82,8 @@ def test_what_cannot_be_done_is_one_line(runs, tmp_path, capsys, monkeypatch) ->
         (["a", "b", "--out", "/dev/null/x.png"], "/dev/null is a file"),
         (["a", "b", "--out", "none/x.png"], "cannot write the picture (No such file"),
         (["a", "b", "--out", "."], "is a directory. Set --out to a file"),
-        (["a", "b", "--out", ""], "is a directory. Set --out to a file"),
         (["a", "b", "--out", "x" * 300], "the name is too long"),
         (["a", "a"], "compared with itself"),
-        (["a", "nowhere"], "no such directory"),
     ):
         assert run_here("compare", words) == 2
         said = capsys.readouterr().err
@@ -96,7 +94,5 @@ def test_what_cannot_be_done_is_one_line(runs, tmp_path, capsys, monkeypatch) ->
 
 
 def test_names_that_have_now_in_them_stay_whole() -> None:
-    gap = Gap(3, "eval", "unknown_rate", 0.5, 0.25, 0.25, 0.5)
-    assert gap.shown("in A", "in B") == (
-        "eval unknown_rate 0.5 in A, 0.25 in B: off by 0.25 (0.5 relative)"
-    )
+    shown = Gap(3, "eval", "unknown_rate", 0.5, 0.25, 0.25, 0.5).shown("in A", "in B")
+    assert shown == "eval unknown_rate 0.5 in A, 0.25 in B: off by 0.25 (0.5 relative)"
