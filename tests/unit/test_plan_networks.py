@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 
-from llmx.config import experiment_from_dict
-from llmx.config.validate import validate
 from llmx.errors import ConfigError
 from llmx.lifecycle import knowledge
 from llmx.lifecycle.knowledge import informed
 from llmx.plan.types import Plan
 from tests.composing import composed, planned, sized
-from tests.rundirs import PARITY_MODELS
 
 
 @pytest.fixture(autouse=True)
@@ -24,54 +21,37 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmx.compose.networks.TIME_LIMIT_S", 900.0)
 
 
-def experiment(*, model: Any = (), **adapter: Any) -> Any:
-    config = {**PARITY_MODELS["llama"], "vocab_size": 90}
-    named = {"kind": "llama", "path": "/models/base", "init": "pretrained", "config": config}
-    cpus = {"name": "localhost", "slots": 2, "device": "cpu"}
-    return experiment_from_dict(
-        {
-            "model": {**named, **dict(model)},
-            "adapter": {"kind": "lora", "rank": 4, "targets": ["all-linear"], **adapter},
-            "task": {"kind": "sft", "steps": 3},
-            "hardware": {
-                "hosts": [cpus],
-                "devices": {"cpu": {"accelerator": "cpu", "precisions": ["fp32"]}},
-            },
-        }
-    )
-
-
-@pytest.mark.parametrize(
-    ("model", "adapter", "words"),
-    [
-        ({}, {"targets": []}, ["adapter.targets is empty", "all-linear"]),
-        ({}, {"targets": ["all-linear", "q_proj"]}, ["all-linear stands beside other names"]),
-        ({}, {"modules_to_save": ["v"], "targets": ["v"]}, ["_save: v is one of adapter.targets"]),
-        ({}, {"kind": "none", "targets": []}, ["adapter.rank=4 has no effect", "adapter=lora"]),
-        ({}, {"quantize": "nf4"}, ["adapter.quantize=nf4 trains on CUDA only", "Use adapter=lora"]),
-        ({"init": "scratch"}, {}, ["adapter.kind=lora with model.init=scratch"]),
-        ({"freeze": ["*.layers.0.*"]}, {}, ["model.freeze=", "beside adapter.kind=lora"]),
-    ],
-)
-def test_what_is_wrong_is_said(model: Any, adapter: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        validate(experiment(model=model, **adapter))
-    assert all(word in str(error.value) for word in words), error.value
-
-
 LLAMA = ["model=llama2_7b", "hardware=a100x8", "batch.micro_batch=1"]
 
 
 @pytest.mark.parametrize(
-    ("typed", "words"),
+    ("words", "message"),
     [
-        ("adapter.targets=[q_projj]", ['Did you mean "q_proj"', "It has q_proj, k_proj"]),
-        ("adapter.modules_to_save=[embed]", ['Did you mean "embed_tokens"']),
-        ("model.freeze=['*.layers.99.*']", ["model.freeze: ", "matches none of the"]),
+        ("adapter=lora adapter.targets=[]", "adapter.targets is empty.*all-linear"),
+        ("adapter=lora adapter.targets=[all-linear,q_proj]", "all-linear stands beside"),
+        ("adapter=lora adapter.targets=[v] adapter.modules_to_save=[v]", "v is one of adap"),
+        ("adapter.rank=4", "adapter.rank=4 has no effect.*adapter=lora"),
+        ("adapter=qlora hardware=cpu2", "=nf4 trains on CUDA only.*Use adapter=lora"),
+        ("adapter=lora model.init=scratch", "adapter.kind=lora with model.init=scratch"),
+        ("adapter=lora model.freeze=['*.layers.0.*']", "model.freeze=.*beside adapter.kind=lora"),
+        ("adapter=qlora zero=stage3", "adapter.quantize=nf4 with zero.stage=3: .* Set zero=stage2"),
+        ("adapter=qlora zero=stage2 model.compile=true", "model.compile=true has not been tried"),
+    ],
+)
+def test_what_is_wrong_is_said(words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        composed([*LLAMA, *words.split()])
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("adapter.targets=[q_projj]", 'Did you mean "q_proj".*It has q_proj, k_proj'),
+        ("model.freeze=['*.layers.99.*']", "model.freeze: .*matches none of the"),
     ],
 )
 def test_names_are_checked_by_the_network_before_ranks_start(
-    typed: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    typed: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a process of its own, once: the second start reads the refusal."""
     monkeypatch.setenv("LLMX_TRACES", "on")
@@ -79,9 +59,8 @@ def test_names_are_checked_by_the_network_before_ranks_start(
     monkeypatch.setattr(knowledge, "TIME_LIMIT_S", 900.0)
     done = composed([*LLAMA, typed, *(["adapter=lora"] if "adapter" in typed else [])])
     for _ in range(2):
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(ConfigError, match=message):
             informed(done)
-        assert all(word in str(error.value) for word in words), error.value
         monkeypatch.setattr(knowledge, "ask", None)
 
 
@@ -94,44 +73,20 @@ def test_flops_are_those_of_what_is_trained() -> None:
     assert lora.time.flops == pytest.approx(whole.time.flops * 2 / 3, rel=0.02)
 
 
-QLORA = [*LLAMA, "adapter=qlora"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["zero=stage3"], r"adapter.quantize=nf4 with zero.stage=3: .* Set zero=stage2"),
-        (["zero=stage2", "model.compile=true"], r"model.compile=true has not been tried"),
-    ],
-)
-def test_where_4_bits_do_not_work(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        composed([*QLORA, *words])
-
-
-@pytest.mark.usefixtures("made_up_traces")
-def test_zero_3_is_not_advised_for_4_bits() -> None:
-    words = ["zero=stage2_offload", "data.seq_len=4096", "batch.micro_batch=1"]
-    more = ["model.activation_checkpointing=full", "hardware.devices.a100_80g.memory_gib=5"]
-    warnings = " ".join(planned([*QLORA, *words, *more]).plan.memory_warnings)
-    assert "expect it to run out of memory" in warnings
-    assert "zero=stage3" not in warnings
-
-
 MODEL = ["model=llama2_7b", "hardware=a800x2_n7", "precision=bf16", "data=file", "data.path=demo"]
+MODEL += ["model.config.num_hidden_layers=8"]
 
 
 def plan_of(*words: str) -> Plan:
-    """Of a 7B model on a cluster; what ``plan.json`` keeps is all of it."""
+    """Of a quarter of a 7B model on a cluster; what ``plan.json`` keeps is all of it."""
     plan = sized([*MODEL, *words]).plan
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     return plan
 
 
 def test_frozen_parameters_are_not_trained() -> None:
-    half = plan_of("zero=stage2", "model.freeze=['*.embed_tokens.*','*.layers.?.*']")
-    part = half.num_trained / half.num_parameters
-    assert 0.6 < part < 0.7  # 22 of 32 layers, and the output head
+    half = plan_of("zero=stage2", "model.freeze=['*.embed_tokens.*','*.layers.[0-3].*']")
+    assert half.num_trained == (half.num_parameters - 4096) // 2 + 4096  # and the last norm
 
 
 LIVE = "task.options.reference=live"
@@ -146,20 +101,16 @@ def test_a_live_reference_is_counted() -> None:
     assert stored.beside[0].source is None
     assert stored.beside[0].network.num_parameters == stored.num_parameters
     assert live.time.computing_s > 1.2 * stored.time.computing_s
+    adapted = [plan_of("task=dpo", "adapter=lora", *words) for words in ([], [LIVE])]
+    assert [plan.beside for plan in adapted] == [(), ()], "its base is the reference"
 
 
-def test_a_reference_that_is_the_base_of_an_adapter_takes_nothing() -> None:
-    stored, live = (plan_of("task=dpo", "adapter=lora", *words) for words in ([], [LIVE]))
-    assert live.beside == stored.beside == ()
-
-
-BILLION_13 = 13_015_864_320
 TEACHER = {
     "model_type": "llama", "hidden_size": 5120, "intermediate_size": 13824, "vocab_size": 32000,
-    "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 40,
+    "num_hidden_layers": 2, "num_attention_heads": 40, "num_key_value_heads": 40,
     "max_position_embeddings": 4096,
 }  # fmt: skip
-"""Llama 2 13B, and its parameters."""
+"""Two of the layers of Llama 2 13B."""
 
 
 def teacher_words(root: Path, config: dict[str, Any]) -> list[str]:
@@ -175,7 +126,7 @@ def test_a_teacher_is_counted_where_it_is_there(tmp_path: Path) -> None:
     )
     for plan in (stored, live):
         (teacher,) = plan.beside
-        assert (teacher.network.num_parameters, teacher.source) == (BILLION_13, str(tmp_path))
+        assert (teacher.network.num_parameters, teacher.source) == (962_094_080, str(tmp_path))
     assert live.time.computing_s > stored.time.computing_s
     (hub,) = plan_of("task=distill", "task.options.teacher=owner/name").beside
     assert (hub.source, hub.revision, hub.network) == ("owner/name", None, None)
@@ -194,9 +145,8 @@ def test_a_teacher_that_does_not_fit_before_training_is_said(tmp_path: Path) -> 
     assert any("memory of the model 'teacher'" in text for text in warnings)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_value_model_is_trained_as_the_policy_is(stage: int) -> None:
-    words = [f"zero=stage{stage}", "task.options.beta=0"]
+def test_a_value_model_is_trained_as_the_policy_is() -> None:
+    words = ["zero=stage3", "task.options.beta=0"]
     alone = plan_of("task=grpo", *words)
     both = plan_of("task=ppo", *words, "task.options.group_size=8", "task.options.updates=1")
     value = both.beside[0].network
@@ -211,9 +161,7 @@ def test_a_value_model_is_trained_as_the_policy_is(stage: int) -> None:
     assert both.storage.model_bytes == alone.storage.model_bytes, "the policy is exported"
     with_reference = plan_of("task=ppo", words[0])
     assert [bool(b.network.num_trained) for b in with_reference.beside] == [True, False]
-
-
-def test_a_value_model_with_an_adapter_trains_its_head_whole() -> None:
+    # With an adapter its head is trained whole.
     alone, plan = (plan_of(f"task={name}", "adapter=lora") for name in ("grpo", "ppo"))
     (value,) = plan.beside
     assert value.name == "value", "the reference is the policy without its adapter"
