@@ -1,5 +1,5 @@
 """``auto``: the fastest that fits, as plain values with the reason; and what is said where nothing
-does. With made-up traces; of real ones: tests/unit/test_plan_trace.py."""
+does; clusters side by side. With made-up traces; of real ones: tests/unit/test_plan_trace.py."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from llmx.cli.plan import compared
+from llmx.cli.plan import run as plan
 from llmx.cli.words import parse
 from llmx.compose.complete import Composed, check, complete, plan_experiment, refusal
 from llmx.config import experiment_from_dict, to_dict
@@ -26,6 +28,7 @@ from llmx.plan.learned import Observation
 from llmx.plan.types import Plan
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, read_json, write_json
+from llmx.text import TIMES
 from tests.composing import composed, planned, values
 
 ALL = ["zero=auto", "batch.micro_batch=auto", "model.activation_checkpointing=auto"]
@@ -33,7 +36,13 @@ LLAMA = ["model=llama3_8b", "hardware=a100x8", "batch.global_batch=64", "data.se
 SMALL = ["hardware=cpu2", "batch.global_batch=16", "data.seq_len=128"]
 
 
-pytestmark = pytest.mark.usefixtures("made_up_traces")
+pytestmark = pytest.mark.usefixtures("made_up_traces", "here")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def values_of(found: Composed) -> dict[str, str]:
@@ -58,7 +67,6 @@ def test_auto_is_written_and_read_as_a_word() -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("batch.micro_batch=0", "must be a whole number from 1 to 1048576, or auto"),
         ("batch.micro_batch=atuo", "must be a whole number from 1 to 1048576, or auto"),
         ("zero.stage=4", "must be a whole number from 0 to 3, or auto"),
         ("batch.accumulation=auto", "must be a whole number from 1 to 1048576, or null"),
@@ -215,7 +223,7 @@ def learned(*rates: tuple[int, float]) -> None:
 
 
 def test_what_runs_have_shown_decides_and_the_reason_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LLMX_LEARNED", "on")
     words = ["zero=auto", *SMALL, "batch.micro_batch=2", "hardware.devices.cpu.memory_gib=8"]
@@ -229,6 +237,7 @@ def test_what_runs_have_shown_decides_and_the_reason_says_so(
     assert f"; speeds learned from 1 run in {learned_file()}" in chosen.plan.chosen.reason
     # A trial of a sweep chooses as those beside it, whatever trials before it have shown.
     assert prepare(found, overrides=words).exp.zero.stage == found.experiment.zero.stage
+    assert f"auto: {' '.join(found.plan.chosen.words)}" in capsys.readouterr().out
     learned((1, 0.1), (3, 0.01))
     assert informed(found, choose=True).experiment.zero.stage < 3
     monkeypatch.setenv("LLMX_LEARNED", "off")
@@ -236,18 +245,21 @@ def test_what_runs_have_shown_decides_and_the_reason_says_so(
     assert "learned" not in found.plan.chosen.reason
 
 
-def test_a_launch_keeps_the_choice_and_its_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [*ALL, *SMALL, "hardware.devices.cpu.memory_gib=8"]
+def test_a_launch_shows_and_keeps_the_choice_and_its_reason(tmp_path: Path) -> None:
+    words = [*ALL, *SMALL, "hardware.devices.cpu.memory_gib=8", "dry_run=true"]
     found = planned(words, run_dir=tmp_path / "run")
-    launch = prepare(found, overrides=words)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("auto: ")]
+    stream = io.StringIO()
+    run_composed(found, overrides=words, stream=stream)
+    text = stream.getvalue()
+    assert all(words in text for words in ("chosen", *found.plan.chosen.words))
+    assert "by the plan of" in " ".join(text.split())
+    (row,) = [line for line in text.splitlines() if "* " in line and "stage" in line]
+    assert "none" in row
+    assert MICRO_BATCH in text
     run = RunDir(tmp_path / "run")
-    assert " ".join(found.plan.chosen.words) in line
     kept = snapshot.load(run)
     assert not auto_keys(kept)
-    assert kept == launch.exp
+    assert kept == found.experiment
     assert read_json(run.plan)["chosen"]["words"] == list(found.plan.chosen.words)
     assert "auto" not in (tmp_path / "run" / "ds_config.json").read_text()
     # Planned again, as a resume does, it is not chosen again.
@@ -262,13 +274,75 @@ def test_a_resume_keeps_what_was_chosen_until_it_changes() -> None:
         assert keep_choice(again, found.plan, {key}).plan.chosen is None
 
 
-def test_the_plan_on_the_screen(tmp_path: Path) -> None:
-    words = [*ALL, *LLAMA, "dry_run=true"]
-    stream = io.StringIO()
-    run_composed(planned(words, run_dir=tmp_path / "run"), overrides=words, stream=stream)
-    text = stream.getvalue()
-    assert "chosen" in text
-    assert "by the plan of" in " ".join(text.split())
-    (row,) = [line for line in text.splitlines() if "* " in line and "stage" in line]
-    assert "none" in row
-    assert MICRO_BATCH in text
+# --- ``plan hardware=A,B``: clusters side by side, and nothing written ----------------------------
+
+DEMO = ["experiment=demo", "batch.global_batch=64", "task.steps=100"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["hardware=a100x8,h100x8", "zero=stage2"], ["a100x8", "h100x8"]),
+        (["hardware=a100x8, h100x8", "--config-dir", "."], ["a100x8", "h100x8"]),
+        (["-m", "hardware=a100x8,h100x8"], []),
+        (["--cfg", "job", "hardware=a100x8,h100x8"], []),
+        (["hardware=a100x8,h100x8", "hardware=cpu2"], ["cpu2"]),
+    ],
+)
+def test_which_clusters_are_compared(words: list[str], expected: list[str]) -> None:
+    assert compared(parse("plan", words)) == expected
+
+
+class Watched(io.StringIO):
+    """A plan that is ended while it is printed leaves nothing."""
+
+    def write(self, text: str) -> int:
+        assert list(Path.cwd().iterdir()) == []
+        return super().write(text)
+
+
+def shown(words: list[str]) -> str:
+    stream = Watched()
+    assert plan(parse("plan", words), stream=stream) == 0
+    return stream.getvalue()
+
+
+def test_one_table_and_no_run_directory() -> None:
+    prices = "hardware.price_per_hour={a100_80g: 2, h100_80g: 3}"
+    text = shown([*DEMO, "hardware=a100x8,h100x8,cpu2", prices])
+    rows = {line[1:12].strip(): line[12:] for line in text.splitlines() if line.startswith(" ")}
+    assert f"8{TIMES}a100_80g" in rows["devices"]
+    assert f"2{TIMES}cpu" in rows["devices"]
+    assert rows["fits"].split() == ["fits", "fits", "not", "checked"]
+    assert rows["step"].split()[-1] == "unknown"
+    assert len(rows["cost"].split()) == 2
+    assert "cpu2: the time is not known: hardware.devices.cpu.peak_tflops.fp32" in text
+    assert "cpu2: no price for cpu (hardware.price_per_hour)." in text
+
+
+def test_one_plan_leaves_a_run_directory_only_where_it_is_asked_for(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LLMX_OUTPUTS", str(here / "outputs"))
+    assert "Nothing was started or written." in shown(["hardware=cpu2"])
+    assert list(here.iterdir()) == []
+    for words, directory in (("run_dir=mine", "mine"), ("dry_run=true", "outputs")):
+        assert plan(parse("plan", ["hardware=cpu2", words])) == 0
+        assert "deepspeed --hostfile" in capsys.readouterr().out
+        assert len(list((here / directory).rglob("config.yaml"))) == 1
+
+
+def test_a_mistake_in_the_experiment_is_an_error_said_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(parse("plan", [*DEMO, "hardware=a100x8,h100x8", "zero=stage7"]), stream=io.StringIO())
+    assert str(caught.value).count("stage7") == 1
+
+
+def test_different_batches_a_refusal_and_what_auto_has_chosen_are_shown() -> None:
+    text = shown(["experiment=demo", "batch.global_batch=null", "hardware=a100x8,cpu2"])
+    assert "Set batch.global_batch to compare the same training." in " ".join(text.split())
+    clusters = "hardware=a100x8,h100x8,a100x2_v100x2"
+    text = shown([*DEMO, clusters, "zero=auto", "precision=bf16"])
+    assert text.count("zero=stage") == 2
+    assert "a100x2_v100x2: precision=bf16" in text, "one that refuses hides no other"
+    assert "tokens/s" in text
