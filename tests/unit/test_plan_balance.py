@@ -130,16 +130,12 @@ def test_sixteen_hosts_of_four_types_are_planned_at_once() -> None:
 
 
 def test_fast_ranks_have_more_micro_steps_where_they_may() -> None:
-    fast, slow = RankSpeed(0, 10), RankSpeed(0, 40)
-    arguments = {"speeds": [fast, slow], "limits": [4, 4], "seq_len": 8}
-    sizes = share_out(20, same_steps=False, **arguments)
-    assert sizes == ((4, 4, 4, 4), (4,))
-    step = step_fs(sizes, [fast, slow], 8, same_steps=False)
-    assert busy_fs(sizes, [fast, slow], 8) == [step, step]
-    together = share_out(20, same_steps=True, **arguments)
-    assert together == ((4, 4, 4, 4), (1, 1, 1, 1))
-    step = step_fs(together, [fast, slow], 8, same_steps=True)
-    assert busy_fs(together, [fast, slow], 8) == [step, step]
+    speeds = [RankSpeed(0, 10), RankSpeed(0, 40)]
+    for same_steps, sizes in ((False, ((4,) * 4, (4,))), (True, ((4,) * 4, (1,) * 4))):
+        found = share_out(20, speeds=speeds, limits=[4, 4], seq_len=8, same_steps=same_steps)
+        assert found == sizes
+        step = step_fs(sizes, speeds, 8, same_steps=same_steps)
+        assert busy_fs(sizes, speeds, 8) == [step, step]
 
 
 def test_a_slow_network_is_met_less_often() -> None:
