@@ -19,7 +19,6 @@ import pytest
 from llmx.cli import doctor
 from llmx.cli.doctor import Report, by_value, leftovers_of, lines_of, network_time, pasteable, run
 from llmx.cli.words import parse
-from llmx.errors import ConfigError
 from llmx.hardware import survey
 from llmx.hardware.compare import runs_on
 from llmx.launch.agents.mesh import Fault, Mesh, Node
@@ -42,11 +41,6 @@ def test_this_machine_as_a_table_and_as_json(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_value_that_differs_names_its_hosts() -> None:
-    assert by_value({"a": "2.13", "b": "2.13"}) == "2.13"
-    assert by_value({"a": "2.13", "b": "2.12", "c": "2.13"}) == "2.13 on a, c; 2.12 on b"
-
-
 def test_errors_come_after_the_table_and_are_counted() -> None:
     nodes = {name: Node(name, "eth0", "10.0.0.1", 1500) for name in "ab"}
     fault = Fault("a", "b", "10.0.0.1", 7, "connect", "ETIMEDOUT")
@@ -54,13 +48,9 @@ def test_errors_come_after_the_table_and_are_counted() -> None:
     report = Report(["a", "b"], nodes=nodes, mesh=mesh, errors=["no way"], warnings=["a clock"])
     lines = list(lines_of(report))
     assert lines[0] == "  network      eth0 (MTU 1500)"
+    assert by_value({"a": "2.13", "b": "2.12", "c": "2.13"}) == "2.13 on a, c; 2.12 on b"
     assert lines[1].startswith("  connections  1 of 2 work")
     assert lines[-3:] == ["✗ no way", "! a clock", "✗ 2 hosts in 0.0 s: 1 error, 1 warning"]
-
-
-def test_a_mistyped_flag_is_named_with_the_one_that_is_meant() -> None:
-    with pytest.raises(ConfigError, match=r"--bandwith: no such option. Did you mean .--bandwidth"):
-        run(parse("doctor", ["--bandwith"]))
 
 
 def test_a_command_to_test_ssh_needs_no_run_directory() -> None:

@@ -69,28 +69,24 @@ def test_every_key_is_one_that_deepspeed_reads(deepspeed_models) -> None:
     "overrides",
     [
         ["zero=stage0", "hardware=cpu2"],
-        ["zero=stage1", "hardware=a100x8"],
         ["zero=stage2_offload", "hardware=a100x8"],
         ["zero=stage3_offload", "hardware=a100x8"],
         ["zero=infinity", "hardware=h100x8"],
         ["zero=stage3_zeropp", "hardware=a100x2_v100x2"],
+        ["hardware=a100x2_v100x2", "batch=by_speed", "batch.accumulation=3"],
     ],
 )
 def test_deepspeed_reads_what_is_written(overrides, deepspeed_models) -> None:
-    config = composed(overrides).ds_config
+    done = composed(overrides)
+    config, batch = done.ds_config, done.plan.batch
+    micro = config["train_micro_batch_size_per_gpu"]  # a consistent triple, where ranks differ, too
+    assert config["train_batch_size"] == micro * batch.accumulation * done.plan.world_size
     for section, model in deepspeed_models.items():
         read = model(**config[section])
         for key, value in config[section].items():
             if isinstance(value, bool | int | float):
                 name = key.removeprefix("stage3_")
                 assert getattr(read, name if hasattr(read, name) else key) == value, key
-
-
-def test_unequal_ranks_get_a_consistent_triple() -> None:
-    words = ["hardware=a100x2_v100x2", "batch=by_speed", "batch.accumulation=3"]
-    config = composed(words).ds_config
-    assert config["train_micro_batch_size_per_gpu"] == 1
-    assert config["train_batch_size"] == 1 * 3 * 4
 
 
 PLAIN = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}, "bf16": {"enabled": False}}
@@ -108,10 +104,8 @@ def test_extra_is_merged() -> None:
     [
         ({"tensor_parallel": {"autotp_size": 2}}, "Set zero=stage3 instead"),
         ({"compile": {"deepcompile": True}}, "Set model.compile=true"),
-        ({"torch_autocast": {"enabled": True}}, "Set precision=fp32, bf16 or fp16"),
         ({"gradient_allreduce_op": "sum"}, "would have no effect here, or make the plan, the grad"),
         ({"zero_optimization": {"reduce_bucket_size": 5}}, "Set zero.reduce_bucket_size"),
-        ({"zero_optimization": {"stage3_max_live_parameters": 5}}, "Set zero.max_live_parameters"),
         ({"zero_optimization": {"round_robin": True}}, 'Did you mean "round_robin_gradients"'),
         (
             {"fp16": {"fp16_master_weights_and_grads": True}},
@@ -129,18 +123,6 @@ def test_extra_is_merged() -> None:
 def test_what_would_have_no_effect_or_a_wrong_one_is_refused(extra, message) -> None:
     with pytest.raises(ConfigError, match=message):
         merge_extra(PLAIN, extra)
-
-
-def test_deepspeed_refuses_wrong_values(deepspeed_models) -> None:
-    """llmx checks the names alone."""
-    for section, name, value in (
-        ("zero_optimization", "round_robin_gradients", "often"),
-        ("zero_optimization", "stage3_model_persistence_threshold", -1),
-        ("fp16", "loss_scale", "big"),
-    ):
-        assert f"{section}.{name}" in TAKEN
-        with pytest.raises(ValueError, match=name.removeprefix("stage3_")):
-            deepspeed_models[section](**{name: value})
 
 
 @pytest.mark.usefixtures("made_up_traces")

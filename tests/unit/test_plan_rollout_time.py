@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llmx.cli.plan import run
-from llmx.cli.words import parse
 from llmx.models.attention import AttentionMethod
 from llmx.models.generate import Decoder, generate
 from llmx.models.sampling import Sampling
@@ -38,16 +36,10 @@ MIXED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("speed", "gb_per_s"), [(A100, 0.7 * 1555), (V100, 0.7 * 900)])
-def test_a_decoding_step_reads_the_weights_and_the_cache(
-    speed: SamplerSpeed, gb_per_s: float
-) -> None:
+def test_a_decoding_step_reads_the_weights_and_the_cache_or_computes_or_launches() -> None:
     """14 GB of weights; for each of 64 rows 768 + 128 tokens of 2 x 32 x 1024 x 2 bytes."""
     cache_gb = 64 * 896 * 131_072 / 1e9  # 7.5
-    assert SAMPLES.decoding_step_s(64, speed) == pytest.approx((14 + cache_gb) / gb_per_s)
-
-
-def test_many_rows_are_limited_by_arithmetic_and_small_models_by_kernels() -> None:
+    assert SAMPLES.decoding_step_s(64, V100) == pytest.approx((14 + cache_gb) / (0.7 * 900))
     without_cache = replace(SAMPLES, network=replace(SHAPE, kv_size=0))
     flops = 2 * 7e9 + 4 * 32 * 4096 * 896
     expected = 1000 * flops / (0.4 * 125e12)
@@ -99,24 +91,13 @@ def test_a_step_is_the_sum_of_its_parts_or_the_longer_one() -> None:
 
 
 def test_two_updates_take_twice_the_training() -> None:
-    once, twice = (
-        composed([*MIXED[:-1], f"task.options.updates={updates}"]).plan.time for updates in (1, 2)
-    )
+    times = (composed([*MIXED[:-1], f"task.options.updates={n}"]).plan.time for n in (1, 2))
+    once, twice = (time.rollout for time in times if time is not None)
     assert once is not None
     assert twice is not None
-    assert once.rollout is not None
-    assert twice.rollout is not None
-    assert twice.rollout.trains_s == pytest.approx(2 * once.rollout.trains_s)
-    assert twice.rollout.draws_s == once.rollout.draws_s
-    assert not once.rollout.drawing_idle  # the ranks draw
-
-
-@pytest.mark.usefixtures("made_up_traces")
-def test_plan_prints_who_waits(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run(parse("plan", MIXED)) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "completions of 256 tokens (assumed" in text
+    assert twice.trains_s == pytest.approx(2 * once.trains_s)
+    assert twice.draws_s == once.draws_s
+    assert not once.drawing_idle  # the ranks draw
 
 
 def test_drawing_takes_the_cache_and_the_prompts_beside_it() -> None:

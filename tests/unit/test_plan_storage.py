@@ -49,9 +49,7 @@ def traced_host_of(*overrides: str) -> HostStorage:
         ({"every_steps": 100, "keep": KeepConfig(last=3, best=1)}, None, (4, 5)),
         ({"every_steps": 100, "keep": KeepConfig(every=300)}, 1000, (5, 6)),
         ({"every_steps": 100, "keep": KeepConfig(every=300)}, None, (None, None)),
-        ({"every_steps": 600}, 1000, (1, 1)),
         ({"every_steps": 600, "at_end": True}, 1000, (2, 2)),
-        ({"on_signal": True}, 1000, (1, 1)),
         ({"every_steps": 5000, "on_signal": True}, 1000, (1, 1)),
     ],
 )
@@ -61,12 +59,7 @@ def test_how_many_checkpoints_there_are_at_once(config, total_steps, expected) -
 
 @pytest.mark.parametrize(
     ("overrides", "of_element"),
-    [
-        (["zero=stage0", "optim=adamw"], 12),
-        (["zero=stage3"], 12),
-        (["optim=lion"], 8),
-        (["optim.kind=sgd"], 4),
-    ],
+    [(["zero=stage3"], 12), (["optim=lion"], 8), (["optim.kind=sgd"], 4)],
 )
 def test_a_checkpoint_has_fp32_weights_and_the_states(overrides, of_element) -> None:
     storage = storage_of(*overrides)
@@ -76,14 +69,11 @@ def test_a_checkpoint_has_fp32_weights_and_the_states(overrides, of_element) -> 
     most = storage.disk_bytes(host.checkpoint_bytes or 0, host.model_bytes or 0)
     assert most == 3 * (storage.checkpoint_bytes or 0)
     assert storage_of(*overrides, "task.save_model=false").model_bytes == 0
-
-
-def test_a_checkpoint_of_an_adapter_has_the_adapter_alone() -> None:
-    done = composed([*LLAMA, "hardware=a100x8", "adapter=lora"])
-    storage, trained = done.plan.storage, done.plan.num_trained
-    assert 0 < trained < SIZE / 50
-    assert storage.checkpoint_bytes == 12 * trained + TEXT_BYTES
-    assert storage.model_bytes == 2 * trained + TEXT_BYTES
+    if "zero=stage3" in overrides:  # that of an adapter has the adapter alone
+        plan = composed([*LLAMA, "hardware=a100x8", "adapter=lora"]).plan
+        assert 0 < plan.num_trained < SIZE / 50
+        assert plan.storage.checkpoint_bytes == 12 * plan.num_trained + TEXT_BYTES
+        assert plan.storage.model_bytes == 2 * plan.num_trained + TEXT_BYTES
 
 
 @pytest.mark.parametrize(
@@ -197,7 +187,7 @@ def test_too_little_ram_is_a_warning() -> None:
     assert stored_again(done).warnings == done.plan.warnings
 
 
-@pytest.mark.parametrize(("capacity", "text"), [(1.38, "1.38"), (40.0, "40"), (139.8, "140")])
+@pytest.mark.parametrize(("capacity", "text"), [(1.38, "1.38"), (139.8, "140")])
 def test_what_a_device_has_is_said_as_exactly_as_what_it_needs(capacity: float, text: str) -> None:
     used = MemoryPlan("gpu", 995, 1, 1, 1, 1, 1, 0, capacity_gib=capacity)
     assert f"gpu: 1000.0 GiB predicted, {text} GiB available" in used.warning

@@ -79,7 +79,7 @@ def test_golden(golden) -> None:
     golden("report/plan_100.txt", rendered(mixed_plan(), experiment(steps=600), width=100))
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 120])
+@pytest.mark.parametrize("width", [40, 80])
 def test_fits_the_terminal_and_keeps_the_command_whole(width: int) -> None:
     for plan in (mixed_plan(), composed(["hardware=a100x2_v100x2"]).plan):
         *lines, _ = rendered(plan, experiment(steps=600), width=width).splitlines()
@@ -99,6 +99,10 @@ def test_what_is_not_known_is_said() -> None:
     text = rendered(dataclasses.replace(plan, memory=(unknown,)), experiment(), width=100)
     assert "not checked" in text
     assert "give task.steps or task.epochs" in text
+    shown = rendered(composed(["hardware=cpu2"]).plan, experiment(), width=100)
+    assert "hardware.devices.cpu.peak_tflops.fp32 is not set" in " ".join(shown.split())
+    open_ended = composed(["hardware=a100x8", "task.steps=null", "task.epochs=1"]).plan
+    assert "per 1,000 steps" in dict(time_rows(open_ended))["whole run"]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(1, 64))
@@ -140,10 +144,3 @@ def test_the_predicted_time(golden) -> None:
     now = datetime(2026, 1, 31, 22, 15)
     text = "".join(f"{name:>10}  {value}\n" for name, value in time_rows(plan, now=now))
     golden("report/plan_time.txt", text)
-
-
-def test_what_the_time_lacks_is_named() -> None:
-    shown = rendered(composed(["hardware=cpu2"]).plan, experiment(), width=100)
-    assert "hardware.devices.cpu.peak_tflops.fp32 is not set" in " ".join(shown.split())
-    open_ended = composed(["hardware=a100x8", "task.steps=null", "task.epochs=1"]).plan
-    assert "per 1,000 steps" in dict(time_rows(open_ended))["whole run"]

@@ -89,10 +89,21 @@ def test_training(run: RunDir, capsys) -> None:
     printed = capsys.readouterr().out
     assert re.search(r"step 16, 1 min 4\d s ago, 2.9 MiB; 2 kept", printed)
     assert "0.43 GiB on the fullest rank (1), 0.41 on the emptiest" in printed
+    main(["status", str(run.root), "--json"])
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["supervisor"]["state"] == "running"
+    assert facts["metrics"]["last"]["step"] == 20
+    assert [rank["step"] for rank in facts["ranks"]] == [24, 24]
     write_json(run.rank_status(1), {**read_json(run.rank_status(1)), "step": 26})
     assert host_rows(view_of(run)) == [("localhost", "ranks 0-1 training at steps 24 to 26")]
     supervised(run, "ending")
     assert (view_of(run).state, view_of(run).step) == ("ending", 24)  # not back at the last line
+    # A step is overdue: when the run ends is not known then.
+    why = "no step for 50 s (usually 0.25 s); waiting for gpu-2"
+    supervised(run, why=why)
+    view = view_of(run)
+    assert (view.state, view.standing.why, view.left_s) == ("training", why, None)
+    assert why in plain_line(view)
 
 
 def test_the_time_between_an_end_and_a_resume_does_not_count(run: RunDir) -> None:
@@ -206,15 +217,9 @@ def test_metrics_after_a_resume(run: RunDir) -> None:
     words = [event_text(event) for event in view.events]
     assert words == ["resumed from step 16, attempt 2", "The checkpoint of step 18 is damaged: bit"]
     assert sparkline(losses).endswith("x")
-
-
-def test_a_step_that_is_overdue(run: RunDir) -> None:
-    """By the supervisor, which knows what a step takes; when the run ends is not known then."""
-    why = "no step for 50 s (usually 0.25 s); waiting for gpu-2"
-    supervised(run, why=why)
-    view = view_of(run)
-    assert (view.state, view.standing.why, view.left_s) == ("training", why, None)
-    assert why in plain_line(view)
+    assert (sparkline([]), sparkline([1.0, 1.0])) == ("", "▁▁")
+    assert sparkline([8.0, 4.0, None, 0.0]) == "█▅x▁"
+    assert sparkline([float(n) for n in range(1000)], width=8) == "▁▂▃▄▅▆▇█"
 
 
 def test_table(tmp_path: Path, capsys, monkeypatch) -> None:
@@ -244,7 +249,7 @@ def test_table(tmp_path: Path, capsys, monkeypatch) -> None:
     assert (found, len(runs), runs[0].dir) == (4, 2, alive)
 
 
-@pytest.mark.parametrize("count", [100, 160, 170, 200, 5000])
+@pytest.mark.parametrize("count", [100, 170, 5000])
 def test_a_long_file_is_read_in_parts(tmp_path: Path, count: int) -> None:
     """Some lines of the whole run, none twice or torn, and all of the newest."""
     run = tracked_run.write_start(tmp_path / "run")
@@ -253,14 +258,6 @@ def test_a_long_file_is_read_in_parts(tmp_path: Path, count: int) -> None:
     assert steps == sorted(set(steps))
     assert steps[-20:] == list(range(count - 19, count + 1))
     assert len([step for step in steps if step <= count / 2]) >= 14
-
-
-def test_json_is_for_scripts(run: RunDir, capsys) -> None:
-    main(["status", str(run.root), "--json"])
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["supervisor"]["state"] == "running"
-    assert facts["metrics"]["last"]["step"] == 20
-    assert [rank["step"] for rank in facts["ranks"]] == [24, 24]
 
 
 def test_watch_follows_to_the_end(run: RunDir) -> None:
@@ -286,8 +283,6 @@ def test_watch_follows_to_the_end(run: RunDir) -> None:
         (["status"], "no such directory: outputs"),
         (["status", "."], "no runs under"),
         (["status", "a", "b"], "too many words: b"),
-        (["status", "a", ""], "too many words: "),
-        (["watch"], "no run under outputs"),
         (["watch", "--evry", "2"], 'Did you mean "--every"'),
         (["watch", "--every=often"], "--every: often is not a number of at least 0.1"),
     ],
@@ -304,7 +299,6 @@ def test_what_cannot_be(tmp_path: Path, monkeypatch, capsys, words: list[str], s
     ("word", "host", "path"),
     [
         ("me@gpu:runs/a b", "me@gpu", "runs/a b"),
-        ("gpu:", "gpu", "."),
         ("/a/b:c", "", "/a/b:c"),
         ("a:b", "", "a:b"),  # a directory here
     ],
@@ -316,13 +310,6 @@ def test_places(tmp_path: Path, monkeypatch, word: str, host: str, path: str) ->
     assert (place.host, place.path) == (host, path)
     with pytest.raises(ConfigError, match="begin with a dash"):
         parse_location("-oProxyCommand=x:y")
-
-
-def test_sparkline() -> None:
-    assert sparkline([]) == ""
-    assert sparkline([1.0, 1.0]) == "▁▁"
-    assert sparkline([8.0, 4.0, None, 0.0]) == "█▅x▁"
-    assert sparkline([float(n) for n in range(1000)], width=8) == "▁▂▃▄▅▆▇█"
 
 
 def test_the_start_is_light() -> None:
