@@ -41,22 +41,15 @@ def trace(numel: int = NUMEL, *, activations: int = 10) -> StepTrace:
     )
 
 
-RULES = StepRules(
-    stage=2,
-    world=2,
-    width=4,
-    sums=4,
-    accumulation=1,
-    reduce_bucket=1500,
-    overlap=False,
-    prefetch_bucket=0,
-    persistence=0,
-    max_live=10**9,
-    max_reuse_distance=10**9,
-    sub_group=10**9,
-    state_width=8,
-    temporary_width=8,
-)
+_OFF: dict[str, Any] = {
+    "overlap": False,
+    "prefetch_bucket": 0,
+    "persistence": 0,
+    "reduce_bucket": 1500,
+}
+_NO_LIMIT: dict[str, Any] = dict.fromkeys(("max_live", "max_reuse_distance", "sub_group"), 10**9)
+_WIDTHS: dict[str, Any] = {"width": 4, "sums": 4, "state_width": 8, "temporary_width": 8}
+RULES = StepRules(stage=2, world=2, accumulation=1, **_OFF, **_NO_LIMIT, **_WIDTHS)
 N = LAYERS * NUMEL
 
 PLAIN, BIG = trace(), trace(activations=100_000)
@@ -175,13 +168,8 @@ def forward(*modules: tuple[int, ...]) -> StepTrace:
 
 def gathered(*modules: tuple[int, ...], prefetch: int) -> float:
     """Beside parts of the parameters and the bucket for reductions, in layers."""
-    found = peak(
-        forward(*modules),
-        stage=3,
-        max_reuse_distance=0,
-        offload_optimizer=True,
-        prefetch_bucket=prefetch,
-    )
+    rules = {"stage": 3, "max_reuse_distance": 0, "prefetch_bucket": prefetch}
+    found = peak(forward(*modules), offload_optimizer=True, **rules)
     return (found.total - 4 * N // 2 - 4 * 1500) / (4 * NUMEL)
 
 
