@@ -13,11 +13,7 @@ from llmx.config import experiment_from_dict, to_dict
 from llmx.errors import ConfigError
 from llmx.observe.report.plan_table import device_lines
 from llmx.plan.balance import identity, is_of
-from llmx.plan.by_device import (
-    checkpointing_by_device,
-    in_words,
-    on_device,
-)
+from llmx.plan.by_device import checkpointing_by_device, in_words, on_device
 from llmx.plan.trace import wanted_traces
 from llmx.plan.types import Plan
 from tests.composing import planned

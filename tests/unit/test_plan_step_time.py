@@ -144,14 +144,6 @@ def test_published_speeds_are_predicted_or_explained(monkeypatch: pytest.MonkeyP
         assert (abs(ratio - 1) > rows.NEAR) is bool(row.why), (row, ratio)
 
 
-def test_small_micro_batches_are_bound_by_something_else_than_computing() -> None:
-    small, large = (
-        planned("zero=stage2", "data.seq_len=128", f"batch.micro_batch={size}") for size in (1, 8)
-    )
-    assert small.bottleneck in ("launching kernels", "reading weights", "communication")
-    assert large.tokens_per_s > 1.5 * small.tokens_per_s
-
-
 def test_stage_3_takes_time_for_every_module() -> None:
     """On a CPU beside computing; a GPU that computes for longer has it done meanwhile. A run at
     ZeRO-3 has shown it."""
@@ -167,7 +159,11 @@ def test_stage_3_takes_time_for_every_module() -> None:
     assert times[3, False] - times[2, False] == pytest.approx(layers * STAGE_3_LAYER_S)
     assert times[3, True] == times[2, True] == times[2, False]
     link = "hardware.devices.a100_80g.link_gb_per_s=3000"
-    small = planned("zero=stage3", "data.seq_len=128", "batch.micro_batch=1", link)
+    large, small = (
+        planned("zero=stage3", "data.seq_len=128", f"batch.micro_batch={size}", link)
+        for size in (8, 1)
+    )
+    assert large.tokens_per_s > 1.5 * small.tokens_per_s
     assert small.bottleneck == "launching kernels"
     assert small.computing_s == pytest.approx(64 / 8 * 32 * (STAGE_3_LAYER_S + LAYER_S))
     assert planned("zero=stage3").computing_s == planned("zero=stage2").computing_s
@@ -203,10 +199,13 @@ def test_the_network_decides_between_hosts() -> None:
     assert board.exchanges[0].seconds == pytest.approx(gathered.gb / (32 * LINK_REACHED))
 
 
-def test_without_a_peak_the_missing_key_is_named() -> None:
+def test_what_is_missing_for_the_time_is_named() -> None:
     done = composed(["hardware=cpu2"])
     assert done.plan.time.step_s == 0
     assert "hardware.devices.cpu.peak_tflops.fp32 is not set" in done.plan.time.unknown
+    unknown = composed_without(["hardware=a100x8", "model=hf", "model.path=some/model"])
+    assert unknown.plan.time.step_s == 0
+    assert "size of the model" in unknown.plan.time.unknown
     known = LearnedSpeeds(tflops={"cpu": 0.05}, source="learned from 2 runs")
     found = step_time(done.experiment, done.plan, learned=known)
     assert found.step_s > 0
@@ -215,9 +214,8 @@ def test_without_a_peak_the_missing_key_is_named() -> None:
     assert "cpu: 0.05 TFLOP/s, learned from 2 runs" in found.sources
 
 
-@pytest.mark.parametrize("zero", ["stage1", "stage2"])
-def test_unequal_devices_wait_less_where_the_work_is_shared_out(zero: str) -> None:
-    words = ["hardware=a100x2_v100x2", f"zero={zero}", "hardware.network_gbit_per_s=100",
+def test_unequal_devices_wait_less_where_the_work_is_shared_out() -> None:
+    words = ["hardware=a100x2_v100x2", "zero=stage2", "hardware.network_gbit_per_s=100",
              "batch.micro_batch=4"]  # fmt: skip
     even = planned(*words, "batch.balance=off")
     spec = planned(*words, "batch.balance=spec")
@@ -235,24 +233,15 @@ def test_hours_and_cost() -> None:
     assert found.hours == pytest.approx(1000 * found.step_s / 3600)
     assert found.device_hours == pytest.approx(8 * found.hours)
     assert found.cost == pytest.approx(2.5 * found.device_hours)
-    assert planned("task.steps=1000").cost is None
     unbound = ["hardware.price_per_hour.a100_80g=2.5", "task.steps=null", "task.epochs=1"]
     assert planned(*unbound).cost is None
     with pytest.raises(ConfigError, match="a100_80 is no device type.*Did you mean"):
         planned("hardware.price_per_hour={a100_80: 2}")
 
 
-def test_a_plan_keeps_its_time_through_json() -> None:
+def test_a_plan_of_an_earlier_version_has_no_time() -> None:
     plan = composed([*LLAMA, "hardware=a100x2_v100x2", "task.steps=10"]).plan
-    assert plan.time.exchanges
-    assert plan.time.sources
-    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    older = plan.to_dict()
+    older = json.loads(json.dumps(plan.to_dict()))
+    assert Plan.from_dict(older) == plan
     del older["time"]
     assert Plan.from_dict(older) == replace(plan, time=None)
-
-
-def test_without_the_network_the_time_is_unknown() -> None:
-    done = composed_without(["hardware=a100x8", "model=hf", "model.path=some/model"])
-    assert done.plan.time.step_s == 0
-    assert "size of the model" in done.plan.time.unknown
