@@ -42,10 +42,10 @@ def trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rates:
 
 
 def test_the_search_comes_near_the_best_and_outlives_failures(trials: Rates, capsys) -> None:
-    words = [RATE, "sweep.objective=eval/loss", "hydra.sweeper.n_trials=16"]
+    words = [RATE, "sweep.objective=eval/loss", "hydra.sweeper.n_trials=12"]
     assert main([*SMALL, *words, *STORED]) == 0
     journal = only_sweep()
-    assert len(journal.trials) == 16
+    assert len(journal.trials) == 12
     assert "diverged" in outcomes(journal)
     assert min(abs(math.log10(rate / 1e-3)) for rate in trials.ran) < 0.3
     study = optuna.load_study(study_name="a", storage="sqlite:///study.db")
@@ -57,25 +57,25 @@ def test_the_search_comes_near_the_best_and_outlives_failures(trials: Rates, cap
 
 
 def test_the_direction_is_the_objective_s(trials: Rates) -> None:
-    words = ["optim.lr=1e-3,1e-4,1e-5", "sweep.trial_steps=6", "hydra.sweeper.n_trials=6"]
+    words = ["optim.lr=1e-3,1e-4,1e-5", "sweep.trial_steps=6", "hydra.sweeper.n_trials=5"]
     assert main([*SMALL, *words, *STORED]) == 0
     study = optuna.load_study(study_name="a", storage="sqlite:///study.db")
     assert study.direction == optuna.study.StudyDirection.MAXIMIZE
     # Suggestions that were made before are not run again, and tell what they did then.
     assert len(trials.ran) <= 3
-    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 6
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 5
 
 
 def test_the_same_command_goes_on(trials: Rates) -> None:
-    words = ["optim.lr=interval(1e-4, 5e-3)", "hydra.sweeper.n_trials=5"]
+    words = ["optim.lr=interval(1e-4, 5e-3)", "hydra.sweeper.n_trials=4"]
     words = [*SMALL, *words, "sweep.objective=eval/loss"]
-    trials.deaths = {3}
+    trials.deaths = {2}
     assert main(words) == 0  # a trial that fails for whatever reason does not end the search
     before = list(trials.ran)
-    assert len(before) == 4
+    assert len(before) == 3
     assert main(words) == 0
-    assert trials.ran[:4] == before
-    assert outcomes(only_sweep()) == ["ok"] * 5
+    assert trials.ran[:3] == before
+    assert outcomes(only_sweep()) == ["ok"] * 4
 
 
 def test_a_study_and_a_sweep_are_extended_by_other_trials(trials: Rates, capsys) -> None:
@@ -103,11 +103,9 @@ def test_a_study_and_a_sweep_are_extended_by_other_trials(trials: Rates, capsys)
         (["optim.lr=1e-3"], "nothing is searched"),
         ([RATE, "hydra.sweeper.sampler=best"], "must be one of tpe, random"),
         ([RATE, "hydra.sweeper.n_trials=0"], "n_trials=0: must be a whole number from 1"),
-        ([RATE, "hydra.sweeper.n_jobs=0"], "n_jobs=0: must be a whole number from 1"),
         ([RATE, "hydra.sweeper.storage=foo"], "storage=foo: Could not parse"),
         ([RATE, "hydra.sweeper.storage=sqlite:////no/where.db"], "unable to open database file"),
         (["optim.lr=interval(5, 1)"], "optim.lr=interval(5, 1): `low <= high` must hold"),
-        (["optim.lr=tag(log, interval(0, 1))"], "`low > 0` must hold for `log=True`"),
         (["batch.micro_batch=range(5, 1)"], "batch.micro_batch=range(5, 1): has no values"),
     ],
 )
