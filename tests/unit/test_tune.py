@@ -23,14 +23,14 @@ from tests.composing import composed
 from tests.made_up_trials import Killed, Trials, enter, leave, only_sweep, outcomes
 from tests.unit.test_checkpoint_export import make_model
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("made_up_traces")]
+pytestmark = pytest.mark.long
 
 SMALL = ["hardware=cpu2", "model.config.num_hidden_layers=1"]
 SEARCH = [
-    *SMALL, "batch.global_batch=32", "zero=stage0,stage1,stage2",
+    *SMALL, "batch.global_batch=32", "zero=stage1,stage2",
     "model.activation_checkpointing=none,full",
 ]  # fmt: skip
-FEW = [*SEARCH, "zero=stage1,stage2", "model.activation_checkpointing=none"]
+FEW = [*SEARCH, "model.activation_checkpointing=none"]
 SPEEDS = {1: 1.0, 2: 1.5, 3: 1.6, 4: 1.8, 8: 1.7, 16: 1.6}
 
 
@@ -56,43 +56,39 @@ class Speeds(Trials):
 
 
 @pytest.fixture
-def speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Speeds:
+def speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_up_traces: None) -> Speeds:
     return enter(tmp_path, monkeypatch, Speeds())
 
 
 # --- By speed --------------------------------------------------------------------------------
 
 
-def test_it_finds_the_fastest_and_leaves_an_experiment(speeds: Speeds, capsys) -> None:
+def test_it_finds_the_fastest_leaves_an_experiment_and_goes_on_when_killed(
+    speeds: Speeds, capsys
+) -> None:
     assert main(["tune", *SEARCH]) == 0
     assert speeds.ran[0].startswith("stage1 16")  # by the plan the fastest; it does not fit
     assert "stage1 4 none" in speeds.ran
     assert len(speeds.ran) <= 10
     said = capsys.readouterr().out
-    for words in (
-        "30 candidates",
-        "the fastest: zero=stage1 batch.micro_batch=4",
-        "not worth tryi",
-    ):
-        assert words in said
+    assert "20 candidates" in said
+    assert "the fastest: zero=stage1 batch.micro_batch=4" in said
+    assert "not worth tryi" in said
     journal = only_sweep()
     assert outcomes(journal).count("oom") == 1
     assert journal.complete
     best = read_words(journal.directory / "best.yaml")
     assert {"zero=stage1", "batch.micro_batch=4"} <= set(best)
     assert not [word for word in best if "sweep" in word]
-    assert (journal.directory / "tune.md").read_text().count("\n|") == 31
+    assert (journal.directory / "tune.md").read_text().count("\n|") == 21
     assert f"llmx {journal.directory.relative_to(Path.cwd())}/best.yaml" in said
     exp = composed(check_overrides(best)).experiment
     assert (exp.zero.stage, exp.batch.micro_batch, exp.batch.global_batch) == (1, 4, 32)
-
-
-def test_a_search_that_was_killed_goes_on_where_it_was(speeds: Speeds, capsys) -> None:
-    """Also one that is to fail fast: running out of memory is an answer."""
-    assert main(["tune", *FEW, "hydra.sweep.dir=outputs/sweeps/whole"]) == 0
+    # A search that was killed goes on where it was; also one that is to fail fast: running out of
+    # memory is an answer.
     whole, speeds.ran, speeds.deaths = speeds.ran, [], {3}
     assert any(trial.split()[1] == "16" for trial in whole[:3]), "one does not fit"
-    command = ["tune", *FEW, "sweep.fail_fast=true", "hydra.sweep.dir=outputs/sweeps/killed"]
+    command = ["tune", *SEARCH, "sweep.fail_fast=true", "hydra.sweep.dir=outputs/sweeps/killed"]
     with pytest.raises(Killed):
         main(command)
     assert speeds.ran == whole[:3]
@@ -107,7 +103,6 @@ def test_a_search_that_was_killed_goes_on_where_it_was(speeds: Speeds, capsys) -
 @pytest.mark.parametrize(
     ("words", "expected", "at_most", "says"),
     [
-        ("zero=stage2 batch.micro_batch=2", {"stage2 2"}, 6, ""),
         ("zero=stage3,stage2 batch.micro_batch=8,2,4", {"stage2 4", "stage3 4", "stage2 8"}, 6, ""),
         ("sweep.max_trials=1 batch.micro_batch=1,2", {"stage1 2"}, 1, "max_trials=1 was reached"),
     ],
@@ -128,8 +123,8 @@ LARGE += "data.seq_len=4096 model.activation_checkpointing=none"
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (" ".join(SEARCH), ("zero: stage0, stage1, stage2", "batch.micro_batch: 1, 2, 4, 8, 16",
-                            "every candidate trains 32 samples a step")),
+        (" ".join(FEW), ("zero: stage1, stage2", "batch.micro_batch: 1, 2, 4, 8, 16",
+                         "every candidate trains 32 samples a step")),
         ("batch=default hardware=cpu2 batch.micro_batch=1,2", ("batch.global_batch is not set",)),
         (LARGE, ("zero: stage1, stage2, stage2_offload, stage3, stage3_offload",
                  "would not fit by the plan")),
@@ -166,7 +161,7 @@ def test_failures_that_are_not_memory_end_it(speeds: Speeds, monkeypatch, capsys
         raise RunFailed("no such data")
 
     monkeypatch.setattr("llmx.sweep.sweep.prepare", fails)
-    assert main(["tune", *SEARCH]) == 1
+    assert main(["tune", *FEW]) == 1
     assert len(speeds.ran) == 3
     said = capsys.readouterr()
     assert "it is not the configuration" in said.out
@@ -183,7 +178,6 @@ HALVED = "sweep.objective=eval/loss sweep.halving=10 optim.lr=1e-4,3e-4"
         ("sweep.objective=eval/loss optim.lr=1e-4,3e-4", "needs sweep.halving=N"),
         ("sweep.objective=speed", "speed: no such objective. Use tokens_per_s (the default), eval"),
         ("objective=tokens_per_s", "objective: no such key. It exists as sweep.objective."),
-        ("zero=stage9", "zero"),
         ("batch.micro_batch=0", "batch.micro_batch=0: must be a whole number"),
         ("batch.micro_batch=1,3 batch.accumulation=5", "disagree"),
         ("batch.micro_batch=range(1,700)", "at most 2000 are planned"),
@@ -202,14 +196,10 @@ def test_mistakes_are_said(words: str, message: str, speeds: Speeds, capsys) -> 
 
 # --- By halving ------------------------------------------------------------------------------
 
-RATES = ["1e-4", "2e-4", "3e-4", "4e-4", "5e-4", "6e-4", "7e-4"]
-LOSSES = dict(zip(RATES, [5.0, 3.0, 1.0, 2.0, 4.0, 6.0, 7.0], strict=True))
+LOSSES = {"1e-4": 5.0, "2e-4": 3.0, "3e-4": 1.0, "4e-4": 2.0}
 LOSS = ["sweep.objective=eval/loss", *SMALL, "task.steps=100", "batch=demo"]
-HALVING = [*LOSS, "sweep.halving=10", f"optim.lr={','.join(RATES)}"]
-RUNGS = [
-    *((rate, 10) for rate in RATES), *((rate, 20) for rate in ("2e-4", "3e-4", "4e-4", "5e-4")),
-    ("3e-4", 40), ("4e-4", 40), ("3e-4", 100),
-]  # fmt: skip
+HALVING = [*LOSS, "sweep.halving=10", f"optim.lr={','.join(LOSSES)}"]
+RUNGS = [*((rate, 10) for rate in LOSSES), ("3e-4", 20), ("4e-4", 20), ("3e-4", 100)]
 
 
 def rate_of(exp: Experiment) -> str:
@@ -245,49 +235,41 @@ def rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rates:
 def test_the_better_half_goes_on(rates: Rates, capsys) -> None:
     assert main(["tune", *HALVING]) == 0
     assert rates.ran == RUNGS
-    assert rates.most <= 5  # half of them, and the one that has just ended
+    assert rates.most <= 3  # half of them, and the one that has just ended
     journal = only_sweep()
-    assert outcomes(journal) == [*["stopped"] * 2, "ok", *["stopped"] * 4]
+    assert outcomes(journal) == ["stopped", "stopped", "ok", "stopped"]
     causes = [journal.trials[index].cause for index in (0, 1, 3)]
-    assert causes == [
-        f"at rung {rung} of 4, after {steps} steps" for rung, steps in ((1, 10), (2, 20), (3, 40))
-    ]
-    assert journal.trials[2].rungs == [[10, 1.0], [20, 1.0], [40, 1.0], [100, 1.0]]
+    assert causes == [*["at rung 1 of 3, after 10 steps"] * 2, "at rung 2 of 3, after 20 steps"]
+    assert journal.trials[2].rungs == [[10, 1.0], [20, 1.0], [100, 1.0]]
     assert journal.is_finished
     assert len(list(journal.directory.glob("*/checkpoints"))) == 1
     assert "- optim.lr=0.0003" in (journal.directory / "best.yaml").read_text()
     said = capsys.readouterr().out
     for words in (
-        "rung 2 of 4, to step 20: [1], [2], [3], [4]", "rung 4 of 4, to their whole run: [2]",
-        "[0, 5, 6] stopped: at rung 1 of 4, after 10 steps", "1 of 7 trials succeeded; 6 stopped",
+        "rung 2 of 3, to step 20: [2], [3]", "rung 3 of 3, to their whole run: [2]",
+        "[0, 1] stopped: at rung 1 of 3, after 10 steps", "1 of 4 trials succeeded; 3 stopped",
     ):  # fmt: skip
         assert words in said
 
 
 def test_a_halving_that_was_killed_goes_on(rates: Rates) -> None:
     """Within a rung, between two, and three times."""
-    rates.deaths = {3, 9, 13}
-    for done in (3, 9, 13):
+    rates.deaths = {3, 4, 6}
+    for done in (3, 4, 6):
         with pytest.raises(Killed):
             main(["tune", *HALVING])
         assert rates.ran == RUNGS[:done]
     assert main(["tune", *HALVING]) == 0
     assert rates.ran == RUNGS
-    assert outcomes(only_sweep()).count("stopped") == 6
+    assert outcomes(only_sweep()).count("stopped") == 3
 
 
 def test_one_that_fails_is_no_rival(rates: Rates) -> None:
     rates.fails = "3e-4"
-    assert main(["-m", *HALVING]) == 1
+    assert main(["-m", *HALVING]) == 1  # by a sweep, too
     assert rates.ran[-1] == ("4e-4", 100)
-    assert [rate for rate, step in rates.ran if step == 20] == ["2e-4", "4e-4", "5e-4"]
+    assert [rate for rate, step in rates.ran if step == 20] == ["2e-4", "4e-4"]
     assert outcomes(only_sweep())[2:4] == ["crash", "ok"]
-
-
-def test_a_run_that_is_shorter_than_the_first_rung_is_trained_whole(rates: Rates) -> None:
-    assert main(["tune", *LOSS, "sweep.halving=100", "optim.lr=1e-4,3e-4"]) == 0
-    assert rates.ran == [("1e-4", 100), ("3e-4", 100)]
-    assert outcomes(only_sweep()) == ["ok", "ok"]
 
 
 def test_rungs() -> None:
@@ -298,10 +280,8 @@ def test_rungs() -> None:
     assert rungs.count(8, 40) == 3  # the third would be the whole run
     assert rungs.count(1, 100) == 1
     assert Halving(Sweep(Path()), 10, 3).count(9, 1000) == 3
-
-
-def test_values_that_are_no_number_come_last() -> None:
-    assert ranking({0: 2.0, 1: None, 2: float("nan"), 3: 1.0, 4: float("inf")}, "min") == [3, 0]
+    values = {0: 2.0, 1: None, 2: float("nan"), 3: 1.0, 4: float("inf"), 5: 2.0}
+    assert ranking(values, "min") == [3, 0, 5], "no number is no rival"
     assert ranking({0: 2.0, 1: 2.0, 2: 3.0}, "max") == [2, 0, 1]
 
 
