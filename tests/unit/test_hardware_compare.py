@@ -165,15 +165,6 @@ def test_the_code_by_its_content(tmp_path) -> None:
     assert program.code_hash(str(tmp_path / "nothing")) is program.code_hash("") is None
 
 
-def test_a_ninja_beside_the_python_of_the_ranks(tmp_path, monkeypatch) -> None:
-    """A host is asked over ssh, where no environment is activated; the ranks' PATH begins there."""
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
-    monkeypatch.setenv("PATH", "/nonexistent")
-    assert not program.which("ninja")
-    (tmp_path / "ninja").touch(mode=0o755)
-    assert program.which("ninja")
-
-
 def test_the_index_that_serves_all_hosts() -> None:
     """PyPI's torch of CUDA 13 runs on the A100s and not on the V100s, and its driver is newer."""
     old = judge(facts(torch_build=CUDA13), facts(torch_build=CUDA13), "precision=fp16").errors
@@ -321,13 +312,6 @@ def test_memory_of_gpus_in_use_names_its_owner() -> None:
     assert len(judge(facts(), busy, gpus={"node-b": ["GPU-a1"]}).busy) == 2
 
 
-def test_the_ports_of_an_adapter(tmp_path: Path) -> None:
-    for name, text in {"state": "4: ACTIVE", "rate": "100 Gb/sec (4X EDR)"}.items():
-        write(tmp_path / "mlx5_0/ports/1" / name, f"{text}\n")
-    (port,) = program.infiniband_ports(str(tmp_path))
-    assert port == {**IB_PORT, "rate": "100 Gb/sec (4X EDR)"}
-
-
 # As nvidia-smi prints it with --format=csv,noheader,nounits.
 A100 = "0, GPU-a, 4, 40960, 0, 0x0000000000000001, 400.00, 400.00, 4, 16, 16, 31\n"
 V100_SICK = "1, GPU-b, 16131, 32768, 2, 0x0000000000000048, 250.00, 300.00, 3, 8, 16, 88\n"
@@ -382,14 +366,31 @@ def test_the_cuda_of_torch_without_importing_it(tmp_path) -> None:
     assert done.stdout == "None 6.4.43482\n"
 
 
-def test_the_cuda_compiler_where_torch_looks(tmp_path, monkeypatch) -> None:
-    compiler = tmp_path / "bin" / "nvcc"
-    write(compiler, "#!/bin/sh\necho 'Cuda compilation tools, release 12.6, V12.6.85'\n")
-    compiler.chmod(0o755)
+def test_what_is_read_from_files_of_a_host(tmp_path: Path, monkeypatch) -> None:
+    assert program.count_gpus(f"{tmp_path}/") is None
+    for node, gpu in enumerate((0, 0, 41123, 3391)):  # two CPUs, two GPUs of AMD
+        write(tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}/gpu_id", f"{gpu}\n")
+    assert program.count_gpus(f"{tmp_path}/") == 2
+    for name, text in {"state": "4: ACTIVE", "rate": "100 Gb/sec (4X EDR)"}.items():
+        write(tmp_path / "adapters/mlx5_0/ports/1" / name, f"{text}\n")
+    (port,) = program.infiniband_ports(str(tmp_path / "adapters"))
+    assert port == {**IB_PORT, "rate": "100 Gb/sec (4X EDR)"}
+    # The CUDA compiler where torch looks.
+    write(
+        tmp_path / "bin/nvcc", "#!/bin/sh\necho 'Cuda compilation tools, release 12.6, V12.6.85'\n"
+    )
+    (tmp_path / "bin/nvcc").chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert program.nvcc() == "12.6"
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "runtime_only"))
     assert program.nvcc() is None
+    # A host is asked over ssh, where no environment is activated; the PATH of the ranks begins
+    # beside their Python.
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert not program.which("ninja")
+    (tmp_path / "ninja").touch(mode=0o755)
+    assert program.which("ninja")
 
 
 def test_the_program_runs_by_itself(tmp_path) -> None:
@@ -408,14 +409,6 @@ def test_the_program_runs_by_itself(tmp_path) -> None:
     assert found["packages"]["torch"]
     assert found["free_bytes"] > 0
     assert found["stale_locks"] == [str(old)]
-
-
-def test_gpus_of_amd_are_counted(tmp_path) -> None:
-    root = f"{tmp_path}/"
-    assert program.count_gpus(root) is None
-    for node, gpu in enumerate((0, 0, 41123, 3391)):  # two CPUs, two GPUs
-        write(tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}/gpu_id", f"{gpu}\n")
-    assert program.count_gpus(root) == 2
 
 
 def storage(at_once: int | None, kept: int | None) -> StoragePlan:

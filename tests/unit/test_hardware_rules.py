@@ -218,13 +218,6 @@ def test_fp32_on_a_gpu_is_not_because_of_a_cpu() -> None:
     assert done.plan.precision_reason == "old (a, b) computes neither bf16 nor fp16"
 
 
-def test_flash_attention_on_a_device_without_its_kernels() -> None:
-    flash = ["model.attention=flash_attention_2"]
-    with pytest.raises(ConfigError, match="needs GPUs that compute bf16 .*v100_32g does not"):
-        hardware(TWO[0], {**TWO[1], "device": "v100_32g"}, overrides=flash)
-    assert hardware(*TWO, overrides=flash).plan.precision == "bf16"
-
-
 def test_a_device_that_can_only_be_planned_for() -> None:
     plan = hardware({"name": "localhost", "device": "ascend_910b"}, overrides=["dry_run=true"])
     assert any("no rank runs on it" in note for note in plan.plan.notes)
@@ -234,30 +227,32 @@ def test_a_device_that_can_only_be_planned_for() -> None:
         check_launch(launched, plan.plan)
 
 
+HPZ = "zero.hpz_partition_size=2"
+
+
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("second", "words", "message"),
     [
-        (["zero=stage3_offload", "zero.hpz_partition_size=2"], "gradients of zero"),
-        (["zero=infinity", "zero.nvme_path=/nvme", "zero.hpz_partition_size=2"], "do not offload"),
+        ({"device": "v100_32g"}, "model.attention=flash_attention_2", "bf16 .*v100_32g does not"),
+        ({}, f"zero=stage3_offload {HPZ}", "gradients of zero"),
+        ({}, f"zero=infinity zero.nvme_path=/nvme {HPZ}", "do not offload"),
+        (
+            {"slots": 1}, "zero=stage3 zero.quantized_gradients=true",
+            r"they have: a 2, b 1\). Use hardware.slots=1",
+        ),
+        ({"gpus": [0, 1]}, "launch.transport=slurm", "slurm chooses the GPUs"),
     ],
-)
-def test_hpz_with_offload(overrides: list[str], message: str) -> None:
+)  # fmt: skip
+def test_what_these_two_hosts_cannot_do(second: Any, words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        hardware(*TWO, overrides=overrides)
+        hardware(TWO[0], {**TWO[1], **second}, overrides=words.split())
+    if second:
+        assert hardware(*TWO, overrides=words.split()).plan.world_size == 4
 
 
-def test_where_gpus_cannot_be_chosen() -> None:
-    with pytest.raises(ConfigError, match="slurm chooses the GPUs"):
-        hardware({**TWO[0], "gpus": [0, 1]}, TWO[1], overrides=["launch.transport=slurm"])
+def test_cpus_are_not_chosen() -> None:
     with pytest.raises(ConfigError, match="gpus is for hosts with GPUs, and cpu is none"):
         hardware(*({**host, "device": "cpu", "gpus": [0, 1]} for host in TWO))
-
-
-def test_quantized_gradients_on_unequal_hosts() -> None:
-    zero = ["zero=stage3", "zero.quantized_gradients=true"]
-    assert hardware(*TWO, overrides=zero).plan.world_size == 4
-    with pytest.raises(ConfigError, match=r"they have: a 2, b 1\). Use hardware.slots=1"):
-        hardware(TWO[0], {**TWO[1], "slots": 1}, overrides=zero)
 
 
 def test_a_plan_that_was_tampered_with_is_not_rendered() -> None:
