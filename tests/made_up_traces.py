@@ -68,11 +68,9 @@ def trace(
         is_head = module == layers + 1
         peak, live = live + (logits if is_head else work), live + (logits if is_head else kept)
         events.append(Event(RELEASE, module, max(peak, live), live))
+    again = 0 if checkpointing == "none" else KEPT["none"] * hidden
     for module in reversed(range(len(sizes))):
-        is_head, again = (
-            module == layers + 1,
-            0 if checkpointing == "none" else KEPT["none"] * hidden,
-        )
+        is_head = module == layers + 1
         events.append(Event(FETCH_BACKWARD, module, live, live))
         peak, live = live + again + (0 if is_head else work), live - (logits if is_head else kept)
         for index in own[module]:
@@ -80,10 +78,6 @@ def trace(
                 events.append(Event(GRADIENT, index, peak, live))
                 peak = live
         events.append(Event(RELEASE_BACKWARD, module, peak, live))
-    return StepTrace(
-        tuple(parameters),
-        tuple(map(tuple, own)),
-        tuple(events),
-        buffers=round(network.num_packed * 0.52),
-        networks=built,
-    )
+    buffers = round(network.num_packed * 0.52)
+    modules = tuple(map(tuple, own))
+    return StepTrace(tuple(parameters), modules, tuple(events), buffers=buffers, networks=built)
