@@ -19,19 +19,13 @@ from llmx.run.rundir import RunDir, read_json, write_json, write_text
 from tests import sweepdirs, tracked_run
 from tests.chromium import DESK, PHONE, Browser
 
-SAMPLES = {
-    "rows": [
-        {
-            "prompt": f"Question {i}: where is 1,234,567.89 in /usr/share/some/long/path/file.txt?",
-            "expected": "2026-11-22, 12:30:59",
-            "before": "llow" * 40 + " 三十六計走為上計" * 6,
-            "after": "def f(x):\n    return x" if i % 2 else "2026-11-22, 12:30:59",
-        }
-        for i in range(30)
-    ],
-    "exact_match_before": 0.0,
-    "exact_match_after": 0.5,
+ROW = {
+    "prompt": "Where is 1,234,567.89 in /usr/share/some/long/path/to/a/file/with/a/name.txt?",
+    "expected": "2026-11-22, 12:30:59",
+    "before": "llow" * 40 + " 三十六計走為上計" * 6,
+    "after": "def f(x):\n    return x",
 }
+SAMPLES = {"rows": [ROW] * 30, "exact_match_before": 0.0, "exact_match_after": 0.5}
 
 
 def attempt(number: int, **values: Any) -> dict[str, Any]:

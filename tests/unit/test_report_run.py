@@ -368,8 +368,7 @@ WRONG_KINDS = {
 
 
 @pytest.mark.parametrize(
-    "content",
-    [bytes(range(256)), b"[1, 2]\n", json.dumps(WRONG_KINDS).encode() + b"\n"],
+    "content", [bytes(range(256)), b"[1, 2]\n", json.dumps(WRONG_KINDS).encode() + b"\n"]
 )
 def test_each_damaged_file_is_named_in_one_line(begun: RunDir, content: bytes) -> None:
     run = begun
