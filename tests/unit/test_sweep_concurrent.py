@@ -27,6 +27,7 @@ from llmx.run import snapshot, sweepdir
 from llmx.run.rundir import RunDir, write_json
 from llmx.run.sweepdir import Sweep
 from llmx.sweep.process import TrialProcess, end_earlier
+from tests.agents import is_running
 from tests.cluster.netns import wait_until
 from tests.made_up_trials import enter, only_sweep, outcomes
 
@@ -169,23 +170,17 @@ sys.exit(main(sys.argv[1:]))
 
 def start(root: Path, *words: str) -> subprocess.Popen[str]:
     """A sweep in a process of its own, as a terminal starts it, when two trials run."""
-    repository = str(Path(__file__).resolve().parents[2])
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUN, "-m", *words],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": repository},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 90
-    while len(list(root.glob("outputs/sweeps/*/*/logs/console.log"))) < 2:
+    argv, pipe = [sys.executable, "-c", RUN, "-m", *words], subprocess.PIPE
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    streams: Any = {"stdout": pipe, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(argv, cwd=root, env=env, start_new_session=True, **streams)
+
+    def two_run() -> bool:
         assert process.poll() is None, process.stdout.read() if process.stdout else ""
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    while any(not path.stat().st_size for path in root.glob("outputs/sweeps/*/*/logs/console.log")):
-        time.sleep(0.05)
+        logs = [*root.glob("outputs/sweeps/*/*/logs/console.log")]
+        return len(logs) > 1 and all(path.stat().st_size for path in logs)
+
+    wait_until(two_run, timeout_s=90, what="that two trials run")
     return process
 
 
@@ -195,14 +190,6 @@ def holders(root: Path) -> list[int]:
         json.loads(path.read_text())["pid"]
         for path in root.glob("outputs/sweeps/*/*/supervisor.lock")
     ]
-
-
-def alive(pid: int) -> bool:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 LONG = ("optim.lr=9e-3", "seed=1,2,3", *SMALL, "sweep.slots_per_trial=1")
@@ -220,7 +207,7 @@ def test_one_signal_stops_every_trial_and_the_sweep(here: Path, number: int) -> 
     place = journal.directory.relative_to(here)
     assert "Stopping 2 trials; a second Ctrl-C ends them at once" in said
     assert f"trials not started: 1. To go on: python -m llmx sweep resume {place}" in said
-    assert not any(map(alive, holders(here)))
+    assert not any(map(is_running, holders(here)))
 
 
 def test_trials_die_with_their_sweep_and_it_goes_on(here: Path) -> None:
@@ -235,7 +222,7 @@ def test_trials_die_with_their_sweep_and_it_goes_on(here: Path) -> None:
     journal = directory / "sweep.json"
     journal.write_text(journal.read_text().replace("optim.lr=9e-3", "optim.lr=1e-3"))
     assert main(["sweep", "resume", str(directory)]) == 0
-    assert not any(map(alive, pids))
+    assert not any(map(is_running, pids))
     assert outcomes(only_sweep()) == ["ok"] * 3
 
 
