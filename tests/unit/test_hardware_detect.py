@@ -61,6 +61,9 @@ def test_an_unknown_gpu_gets_an_entry_of_its_own() -> None:
     assert "bf16" in device.precisions
     (old,) = detect.parse_gpus("Tesla P40, 23040, 6.1, 0, GPU-1")
     assert "bf16" not in detect.match_device(old, CATALOGUE)[1].precisions
+    for known in CATALOGUE.values():  # the catalogue says the same
+        if known.compute_capability:
+            assert known.precisions == native_precisions(known.compute_capability), known
 
 
 EIGHT = "".join(f"NVIDIA H100 80GB HBM3, 81559, 9.0, {i}, GPU-{i}f3a\n" for i in range(8))
@@ -150,12 +153,6 @@ def test_gpus_of_two_kinds_in_this_machine(monkeypatch) -> None:
         detect.detect_hardware(LOCAL, environ={})
     found = detect.detect_hardware(LOCAL, environ={"CUDA_VISIBLE_DEVICES": "1"})
     assert found.hosts[0].device == "rtx4090"
-
-
-def test_the_catalogue_says_what_computes_bf16() -> None:
-    for name, device in CATALOGUE.items():
-        if device.compute_capability:
-            assert device.precisions == native_precisions(device.compute_capability), name
 
 
 def test_a_torch_for_rocm_does_not_train_on_the_cpu_unasked(monkeypatch) -> None:

@@ -295,19 +295,16 @@ def test_what_cannot_be(tmp_path: Path, monkeypatch, capsys, words: list[str], s
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize(
-    ("word", "host", "path"),
-    [
+def test_places(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a:b").mkdir()
+    for word, host, path in (
         ("me@gpu:runs/a b", "me@gpu", "runs/a b"),
         ("/a/b:c", "", "/a/b:c"),
         ("a:b", "", "a:b"),  # a directory here
-    ],
-)
-def test_places(tmp_path: Path, monkeypatch, word: str, host: str, path: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a:b").mkdir()
-    place = parse_location(word)
-    assert (place.host, place.path) == (host, path)
+    ):
+        place = parse_location(word)
+        assert (place.host, place.path) == (host, path)
     with pytest.raises(ConfigError, match="begin with a dash"):
         parse_location("-oProxyCommand=x:y")
 
