@@ -57,8 +57,8 @@ class Halving:
     def total_rungs(self) -> int:
         """The number of rungs of this sweep, as far as it is known."""
         lengths = [trial.total_steps for trial in self.sweep.trials if trial.total_steps]
-        started = sum(bool(trial.rungs) for trial in self.sweep.trials)
-        return self.count(started, max(lengths, default=None))
+        rivals = sum(bool(trial.rungs) or not trial.outcome for trial in self.sweep.trials)
+        return self.count(rivals, max(lengths, default=None))
 
     def has_passed(self, trial: Trial) -> bool:
         """Whether a trial has reached this rung in an earlier attempt at the sweep.

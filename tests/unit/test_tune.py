@@ -17,7 +17,7 @@ from llmx.config import Experiment
 from llmx.errors import RunFailed
 from llmx.run import snapshot
 from llmx.run.rundir import RunDir, write_json
-from llmx.run.sweepdir import Sweep
+from llmx.run.sweepdir import Sweep, Trial
 from llmx.sweep.halving import Halving, continued, ranking, up_to
 from tests.composing import composed
 from tests.made_up_trials import Killed, Trials, enter, leave, only_sweep, outcomes
@@ -280,6 +280,8 @@ def test_rungs() -> None:
     assert rungs.count(8, 40) == 3  # the third would be the whole run
     assert rungs.count(1, 100) == 1
     assert Halving(Sweep(Path()), 10, 3).count(9, 1000) == 3
+    trials = [Trial(n, [], Path(), rungs=[[10, 1.0]] * (n < 3)) for n in range(5)]
+    assert Halving(Sweep(Path(), trials), 10, 2).total_rungs == 4, "those that wait are rivals"
     values = {0: 2.0, 1: None, 2: float("nan"), 3: 1.0, 4: float("inf"), 5: 2.0}
     assert ranking(values, "min") == [3, 0, 5], "no number is no rival"
     assert ranking({0: 2.0, 1: 2.0, 2: 3.0}, "max") == [2, 0, 1]
