@@ -109,6 +109,7 @@ NO_CODE = (
         (QUANTIZED, {"nvcc": None}, "node-b: .*quantized_weights=false"),
         (["zero=stage3_zeropp"], {"compiler": False}, "node-b: .*a C++ compiler (apt-get install"),
         (["zero=infinity"], {"libaio": False}, "node-b: .*libaio with its header"),
+        (["zero=infinity"], {"ninja": False}, "node-b: .*zero.offload_optimizer=nvme is an exten"),
         (NVME, {"nvme": FULL | {"writable": False}}, "node-b: .*zero.nvme_path=/nvme is not wri"),
         (LARGE, {"nvme": FULL}, "node-b: .*has 1 GiB free, and the states of its ranks take"),
     ],

@@ -77,6 +77,7 @@ EIGHT = "".join(f"NVIDIA H100 80GB HBM3, 81559, 9.0, {i}, GPU-{i}f3a\n" for i in
         (" 2 , 5 ", [2, 5]),
         ("GPU-4f", [4]),
         ("", []),
+        ("-1", []),
         ("NoDevFiles", []),
     ],
 )
@@ -204,6 +205,7 @@ def test_scontrol_is_read() -> None:
     [
         ("RUNNING", os.getuid(), ""),
         ("RUNNING", os.getuid() + 1, "of another user"),
+        ("PENDING", os.getuid(), "still waits for its nodes"),
         ("COMPLETED", os.getuid(), "has ended (its state is COMPLETED)"),
         ("UNKNOWN", None, "has ended (Slurm does not know it any more)"),
     ],

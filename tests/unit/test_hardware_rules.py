@@ -43,6 +43,7 @@ TWO = ({"name": "a", "address": "10.0.0.1"}, {"name": "b", "address": "10.0.0.2"
     ("host", "message"),
     [
         ({"address": "10.0.0.3:2222"}, r"write 10.0.0.3 and ssh_port: 2222"),
+        ({"address": "[fd00::3]:2222"}, r"write fd00::3 and ssh_port: 2222"),
         ({"address": "ada@10.0.0.3"}, r"write 10.0.0.3 and user: ada"),
         ({"address": "10.0.0.3 10.0.0.4"}, "an address is one word"),
         ({"address": "10.0.0.3\n    ProxyCommand x"}, r"hosts\[2\].address=.*must be text on one"),
@@ -51,9 +52,12 @@ TWO = ({"name": "a", "address": "10.0.0.1"}, {"name": "b", "address": "10.0.0.2"
         ({"address": "10.0.0.300"}, "no IPv4 address"),
         ({"address": "fd00::x"}, "no IPv6 address"),
         ({"address": "fe80::1%eth0"}, "a zone"),
+        ({"address": "0.0.0.0"}, "not the address of one host"),
+        ({"address": "127.0.0.1"}, "other hosts cannot reach this one as 127.0.0.1"),
         ({"address": "-oProxyCommand=x"}, "a DNS name has letters"),
         ({"address": ""}, "the address is empty"),
         ({"name": "c:22"}, "ssh_port=22"),
+        ({"name": "ada@c"}, "its user=ada"),
         ({"name": "c d"}, "letters, digits, dots"),
         ({"name": "node[1-3]"}, "one host a line"),
         ({"name": "", "address": None}, "no name and no address"),
@@ -67,6 +71,7 @@ TWO = ({"name": "a", "address": "10.0.0.1"}, {"name": "b", "address": "10.0.0.2"
         ({"fingerprint": "MD5:00:11"}, "must be a fingerprint of ssh-keygen -l: SHA256:"),
         ({"interface": "eth0 ib0"}, "must be one network interface"),
         ({"device": "a100_80gb"}, 'Did you mean "a100_80g"'),
+        ({"device": ""}, "no device type"),
         ({"gpus": [1]}, "slots=2"),
         ({"gpus": [1, 1]}, "twice"),
     ],
@@ -83,6 +88,7 @@ def test_a_host_that_cannot_be(host: dict[str, Any], message: str) -> None:
     [
         ("master_addr", "10.0.0.1:29500", "write 10.0.0.1 and launch.master_port: 29500"),
         ("master_addr", "127.0.0.1", "other hosts cannot reach rank 0 there"),
+        ("hosts", {"a": {"slots": 2}}, "hardware.hosts=.*must be a list"),
         ("hosts", ["a"], r"hardware.hosts\[0\]=a: must be a mapping"),
         ("env", {"A": "1\nB=2"}, "hardware.env.A=.*must be text on one line"),
         ("devices", ["a"], "hardware.devices=.*must be a mapping"),
@@ -168,6 +174,7 @@ def test_ipv6_in_a_hostfile(tmp_path: Path) -> None:
         (b"a slots=" + b"9" * 5000, "at most 1024 slots"),
         ("a slots=٢".encode(), 'expected "slots=N"'),
         (b"a slots=2\nfd00::1:22:33::1 slots=2", "a name has no colon"),
+        (b"[fd00::1] slots=2\nfd00:0::1 slots=2", "is already in line 1"),
         (b"fe80::1%eth0 slots=2", "a zone"),
         (b"u@h\x07 slots=1", r"write \"h.x07\" and"),
         (b"? slots=2\n" * 5000, "and 4980 more invalid lines"),
@@ -194,7 +201,9 @@ def test_a_hostfile_that_cannot_be_read(path: str) -> None:
     [
         ({"memory_gib": 16}, "precisions is empty, so nothing says what it can compute"),
         ({"compute_capability": 8.0, "peak_tflops": {"fp61": 1}}, "tflops.fp61: runs compute"),
+        ({"memory_gib": -16, "precisions": ["fp16"]}, r"memory_gib=-16.*must be .*from 0"),
         ({"precisions": ["int8"]}, r"precisions\[0\]=int8: must be one of fp32, bf16, fp16"),
+        ({"precisions": ["fp16", "fp16"]}, "has fp16 twice"),
         ({"precisions": ["bf16"], "compute_capability": 7.0}, "compute_capability=7 emulates it"),
         ({"precisions": ["fp32"], "accelerator": "cpu", "compute_capability": 8}, "Leave it out"),
     ],
@@ -235,6 +244,7 @@ HPZ = "zero.hpz_partition_size=2"
     [
         ({"device": "v100_32g"}, "model.attention=flash_attention_2", "bf16 .*v100_32g does not"),
         ({}, f"zero=stage3_offload {HPZ}", "gradients of zero"),
+        ({}, f"zero=stage3 zero.offload_optimizer=cpu {HPZ}", "=cpu: Deep"),
         ({}, f"zero=infinity zero.nvme_path=/nvme {HPZ}", "do not offload"),
         (
             {"slots": 1}, "zero=stage3 zero.quantized_gradients=true",

@@ -109,6 +109,7 @@ def test_values_are_shown_in_their_format() -> None:
         ("eval/f1/macro", "auto", "max"),
         ("train/accuracy", "auto", "max"),
         ("train/tokens_per_s", "auto", "max"),
+        ("eval/length", "max", "max"),
     ],
 )
 def test_the_direction_of_best_is_the_declared_one(wanted: str, mode: str, best: str) -> None:
@@ -126,6 +127,8 @@ def test_the_unit_of_the_loss_is_that_of_all_runs() -> None:
     [
         ("eval/f1", "checkpoint.metric=eval/f1: task rank does not measure it here. It measures "
          "eval/accuracy, eval/f1/macro, eval/length, eval/loss, train/accuracy, train/loss."),
+        ("train/f1/macro", "does not measure it"),
+        ("eval/mfu", "does not measure it"),
         ("eval/weight", "does not measure it"),
         ("eval/length", "Set checkpoint.mode=min or checkpoint.mode=max."),
     ],
@@ -146,6 +149,7 @@ def test_a_metric_that_is_not_measured_is_refused(wanted: str, message: str) -> 
         ("f 1", F1, "the name must begin with a letter"),
         ("f1", Metric("F1", "percentage"), "the format must be one of percent, number, integer"),
         ("f1", Metric("F1", kinds=("test",)), "kinds must be of train, eval, not test"),
+        ("f1", Metric("F1", kinds=()), "not none"),
     ],
 )
 def test_a_declaration_that_readers_could_not_show_is_refused(name, metric, rule) -> None:

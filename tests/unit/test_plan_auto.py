@@ -67,6 +67,7 @@ def test_auto_is_written_and_read_as_a_word() -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
+        ("batch.micro_batch=0", "must be a whole number from 1 to 1048576, or auto"),
         ("batch.micro_batch=atuo", "must be a whole number from 1 to 1048576, or auto"),
         ("zero.stage=4", "must be a whole number from 0 to 3, or auto"),
         ("batch.accumulation=auto", "must be a whole number from 1 to 1048576, or null"),

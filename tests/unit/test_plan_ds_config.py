@@ -106,6 +106,7 @@ def test_extra_is_merged() -> None:
         ({"compile": {"deepcompile": True}}, "Set model.compile=true"),
         ({"gradient_allreduce_op": "sum"}, "would have no effect here, or make the plan, the grad"),
         ({"zero_optimization": {"reduce_bucket_size": 5}}, "Set zero.reduce_bucket_size"),
+        ({"zero_optimization": {"stage3_max_live_parameters": 5}}, "Set zero.max_live_parameters"),
         ({"zero_optimization": {"round_robin": True}}, 'Did you mean "round_robin_gradients"'),
         (
             {"fp16": {"fp16_master_weights_and_grads": True}},

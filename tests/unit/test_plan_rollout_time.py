@@ -82,6 +82,7 @@ def test_a_step_is_the_sum_of_its_parts_or_the_longer_one() -> None:
     assert plan.time is not None
     parts = plan.time.rollout
     assert parts is not None
+    assert any("completions of 256 tokens (assumed" in text for text in plan.time.sources)
     total_s = parts.draws_s + parts.trains_s + parts.weights_s
     assert plan.time.step_s == pytest.approx(total_s)
     assert parts.training_idle == pytest.approx(1 - parts.trains_s / total_s)

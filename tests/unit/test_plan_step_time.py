@@ -214,8 +214,9 @@ def test_what_is_missing_for_the_time_is_named() -> None:
     assert "cpu: 0.05 TFLOP/s, learned from 2 runs" in found.sources
 
 
-def test_unequal_devices_wait_less_where_the_work_is_shared_out() -> None:
-    words = ["hardware=a100x2_v100x2", "zero=stage2", "hardware.network_gbit_per_s=100",
+@pytest.mark.parametrize("zero", ["stage1", "stage2"])
+def test_unequal_devices_wait_less_where_the_work_is_shared_out(zero: str) -> None:
+    words = ["hardware=a100x2_v100x2", f"zero={zero}", "hardware.network_gbit_per_s=100",
              "batch.micro_batch=4"]  # fmt: skip
     even = planned(*words, "batch.balance=off")
     spec = planned(*words, "batch.balance=spec")

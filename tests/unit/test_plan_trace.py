@@ -120,6 +120,7 @@ def test_adapters_and_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 TASKS: dict[str, dict[str, Any]] = {
+    "noise in the embeddings": {"task": {"kind": "sft", "options": {"neftune_alpha": 5}}},
     "a stored reference": {"task": {"kind": "dpo"}},
     "a live reference": {"task": {"kind": "dpo", "options": {"reference": "live"}}},
     "the base of an adapter": {
@@ -132,6 +133,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "a teacher": {"task": {"kind": "distill"}},
     "completions with rewards": {"task": {"kind": "grpo", "options": {"beta": 0.1}}},
     "a value model": {"task": {"kind": "ppo"}},
+    "a value model with an adapter": {"task": {"kind": "ppo"}, "adapter": LORA},
     "4 bits": {"adapter": {**LORA, "quantize": "nf4", "double_quant": True}},
 }
 
@@ -357,6 +359,7 @@ FROZEN = ["*.embed_tokens.*", "*.layers.0.*", "*.layers.1.*"]  # are run, and no
     ("kind", "groups"),
     [
         ("llama", {"model": {"activation_checkpointing": "selective"}}),
+        ("opt", {}),
         ("qwen3", {"model": {"activation_checkpointing": "full"}, "run": ON_GPUS}),
         ("llama", {"adapter": LORA, "run": ON_GPUS}),
         ("llama", {"model": {"freeze": FROZEN}}),

@@ -249,7 +249,7 @@ def test_table(tmp_path: Path, capsys, monkeypatch) -> None:
     assert (found, len(runs), runs[0].dir) == (4, 2, alive)
 
 
-@pytest.mark.parametrize("count", [100, 170, 5000])
+@pytest.mark.parametrize("count", [100, 160, 170, 200, 5000])
 def test_a_long_file_is_read_in_parts(tmp_path: Path, count: int) -> None:
     """Some lines of the whole run, none twice or torn, and all of the newest."""
     run = tracked_run.write_start(tmp_path / "run")
@@ -283,6 +283,7 @@ def test_watch_follows_to_the_end(run: RunDir) -> None:
         (["status"], "no such directory: outputs"),
         (["status", "."], "no runs under"),
         (["status", "a", "b"], "too many words: b"),
+        (["watch"], "no run under outputs"),
         (["watch", "--evry", "2"], 'Did you mean "--every"'),
         (["watch", "--every=often"], "--every: often is not a number of at least 0.1"),
     ],
@@ -300,6 +301,7 @@ def test_places(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "a:b").mkdir()
     for word, host, path in (
         ("me@gpu:runs/a b", "me@gpu", "runs/a b"),
+        ("gpu:", "gpu", "."),
         ("/a/b:c", "", "/a/b:c"),
         ("a:b", "", "a:b"),  # a directory here
     ):

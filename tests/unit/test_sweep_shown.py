@@ -249,7 +249,8 @@ def running(count: int, *, done: int, at_once: int, took: float = 100.0) -> list
 
 @pytest.mark.parametrize(
     ("count", "done", "at_once", "left_s"),
-    [(10, 2, 1, 60 + 7 * 100), (10, 3, 2, 60 + 300), (3, 3, 0, 0.0), (4, 0, 1, None)],
+    [(10, 2, 1, 60 + 7 * 100), (10, 3, 2, 60 + 300), (3, 3, 0, 0.0), (4, 0, 1, None),
+     (4, 2, 2, 60)],
 )  # fmt: skip
 def test_the_time_that_is_left(count: int, done: int, at_once: int, left_s: float | None) -> None:
     trials = running(count, done=done, at_once=at_once)

@@ -103,6 +103,7 @@ def test_it_finds_the_fastest_leaves_an_experiment_and_goes_on_when_killed(
 @pytest.mark.parametrize(
     ("words", "expected", "at_most", "says"),
     [
+        ("zero=stage2 batch.micro_batch=2", {"stage2 2"}, 6, ""),
         ("zero=stage3,stage2 batch.micro_batch=8,2,4", {"stage2 4", "stage3 4", "stage2 8"}, 6, ""),
         ("sweep.max_trials=1 batch.micro_batch=1,2", {"stage1 2"}, 1, "max_trials=1 was reached"),
     ],
