@@ -79,23 +79,18 @@ def test_a_step_is_the_sum_of_its_parts_or_the_longer_one() -> None:
     plan = composed(MIXED).plan
     assert plan.precision == "fp16"  # V100s draw
     assert Plan.from_dict(plan.to_dict()) == plan
-    assert plan.time is not None
     parts = plan.time.rollout
-    assert parts is not None
     assert any("completions of 256 tokens (assumed" in text for text in plan.time.sources)
     total_s = parts.draws_s + parts.trains_s + parts.weights_s
     assert plan.time.step_s == pytest.approx(total_s)
     assert parts.training_idle == pytest.approx(1 - parts.trains_s / total_s)
     ahead = composed([*MIXED, "rollout.max_staleness=1"]).plan
-    assert ahead.time is not None
     assert ahead.time.step_s == pytest.approx(max(parts.trains_s, parts.draws_s + parts.weights_s))
 
 
 def test_two_updates_take_twice_the_training() -> None:
     times = (composed([*MIXED[:-1], f"task.options.updates={n}"]).plan.time for n in (1, 2))
     once, twice = (time.rollout for time in times if time is not None)
-    assert once is not None
-    assert twice is not None
     assert twice.trains_s == pytest.approx(2 * once.trains_s)
     assert twice.draws_s == once.draws_s
     assert not once.drawing_idle  # the ranks draw
@@ -126,7 +121,6 @@ def test_as_many_completions_at_once_as_memory_is_left_for(
     exp = ["task=grpo", "model=llama3_8b", "data.seq_len=4096", "batch.global_batch=64", *words]
     found = planned(exp)
     plan = found.plan
-    assert plan.drawn is not None
     assert plan.drawn.rows == rows
     notes = [note for note in plan.notes if "completions at once on each" in note]
     assert [f"at most {rows} completions at once on each {drawer} " in n for n in notes] == (
@@ -146,7 +140,6 @@ def test_the_peak_of_a_rank_that_draws_is_in_the_plan() -> None:
     plan = found.plan
     (memory,) = plan.memory
     samples = samples_of(found.experiment, plan)
-    assert samples is not None
     resting_gib = memory.parameters_gib + memory.optimizer_gib
     drawing_gib = samples.drawing_bytes(64) / 2**30
     assert drawing_gib == pytest.approx((64 * 3904 + 8 * 3840 + 60 * 64) * 2**17 / 2**30)
@@ -158,11 +151,8 @@ def test_a_push_takes_time_and_ram_of_hosts() -> None:
     """8 billion parameters in fp16 to two servers over 10 Gbit/s: 34 s, and 27 s of work."""
     words = [word for word in MIXED if word != "adapter=lora"]
     plan = planned([*words, "zero=stage2"]).plan
-    assert plan.time is not None
-    assert plan.time.rollout is not None
     gb = 2 * plan.num_parameters / 1e9
     assert plan.time.rollout.weights_s == pytest.approx(gb * (2 / (1.25 * 0.75) + 1 / 0.6))
-    assert plan.storage is not None
     (host,) = plan.storage.hosts
     assert host.push_bytes == 3 * 2 * plan.num_parameters
     (adapted,) = planned(MIXED).plan.storage.hosts  # its base is sent once

@@ -388,7 +388,6 @@ def test_experts_and_few_blocks_are_all_traced(
     # Experts are no linear layers: an adapter leaves them frozen, and the plan says so.
     lora = experiment(tmp_path / "run", model=model, adapter=LORA, task={"kind": "pretrain"})
     reach = re.match(r"The adapter reaches (\d+\.\d)% of the weights", traced(lora).reach)
-    assert reach is not None
     assert 0 < float(reach[1]) < 50
     assert traced(small(tmp_path, adapter=LORA)).reach == ""
     few = of_blocks(tmp_path, "llama", config={"num_hidden_layers": 5})

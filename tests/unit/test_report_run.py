@@ -300,7 +300,6 @@ TIMES = {"forward_s": [0.05, 0.02], "backward_s": [0.10, 0.16], "update_s": [0.0
 def test_waiting_is_what_a_backward_pass_has_beyond_its_proportion(tmp_path: Path) -> None:
     data = timed(tmp_path, **TIMES, step_time_s=0.22)
     steps = steps_by_rank(data)
-    assert steps is not None
     slow, fast = steps.ranks
     assert (slow.backward, slow.waits) == (pytest.approx(0.10), pytest.approx(0.0))
     assert (fast.backward, fast.waits) == (pytest.approx(0.04), pytest.approx(0.12))

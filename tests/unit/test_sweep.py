@@ -255,7 +255,6 @@ def test_directories_of_earlier_attempts_are_kept(tmp_path: Path) -> None:
         (run / "config.yaml").write_text(str(number))
         write_identity(RunDir(run))
         aside = put_aside(run)
-        assert aside is not None
         assert aside.name == f"0_zero-1.attempt-{number}"
     assert put_aside(run) is None
     assert (tmp_path / "0_zero-1.attempt-1" / "config.yaml").read_text() == "1"
