@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from machine import write_result
-from throughput import free_port, run
+from throughput import RANKS, run, run_ranks
 
 TARGET = 0.20
-RANKS = 2
 
 
 def main() -> int:
@@ -46,7 +45,6 @@ def measure(root: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "LLMX_CACHE": str(root / "cache"),
-        "LOCAL_SIZE": str(RANKS),
     }
     run_dir, out = root / "run", root / "rounds.json"
     model = {
@@ -56,32 +54,17 @@ def measure(root: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         "num_attention_heads": options.hidden // 64,
         "num_key_value_heads": options.hidden // 64,
     }
-    words = [
-        "experiment=demo",
-        *(f"++model.config.{key}={value}" for key, value in model.items()),
-        "hardware=cpu2",
-        "zero=stage2",
-        "precision=fp32",
-        "data.seq_len=128",
-        "batch.micro_batch=1",
-        "batch.global_batch=2",
-        "task.steps=1000",
-        "task.eval_generate=0",
-        "checkpoint.every_steps=1",
-        "checkpoint.keep.last=1",
-        "checkpoint.background=always",
-        "tracking=none",
-        f"run_dir={run_dir}",
-        "dry_run=true",
-    ]
+    words = (
+        "experiment=demo hardware=cpu2 zero=stage2 precision=fp32 data.seq_len=128 "
+        "batch.micro_batch=1 batch.global_batch=2 task.steps=1000 task.eval_generate=0 "
+        "checkpoint.every_steps=1 checkpoint.keep.last=1 checkpoint.background=always "
+        "tracking=none dry_run=true"
+    ).split()
+    words += [f"run_dir={run_dir}"]
+    words += [f"++model.config.{key}={value}" for key, value in model.items()]
     run([sys.executable, "-m", "llmx", *words], env=env, log=root / "plan.log")
-    program = Path(__file__).parent / "peers" / "checkpoint_stall.py"
-    deepspeed = Path(sys.executable).with_name("deepspeed")
-    env["PATH"] = f"{deepspeed.parent}:{env['PATH']}"
-    command = [str(deepspeed), "--num_gpus", str(RANKS), "--no_local_rank"]
-    command += ["--master_port", str(free_port())]
-    command += [str(program), str(run_dir), str(options.rounds), str(out)]
-    run(command, env=env, log=root / "ranks.log")
+    arguments = (str(run_dir), str(options.rounds), str(out))
+    run_ranks("checkpoint_stall.py", *arguments, env=env, log=root / "ranks.log")
     return list(json.loads(out.read_text()))
 
 
@@ -113,7 +96,6 @@ def report(rounds: list[dict[str, Any]], options: argparse.Namespace) -> int:
         "meanwhile took more (here the writing thread shares the cores with the ranks): "
         f"{whole:.2f}.",
     ]
-    print("\n".join(lines[4:]))
     write_result("checkpoint_stall", "How long training waits for a checkpoint", lines)
     return 0 if median <= TARGET else 1
 

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 MIB = 1 << 20
 COMMA = "\uff0c"
-ROOT = Path(__file__).resolve().parent.parent
 REPEATED_BYTES = 100_000_000
 """A larger corpus repeats what it has after so many bytes: making it all takes longer."""
 
@@ -90,7 +88,6 @@ def make_tokenizers(real_data: Path, place: Path, names: set[str]) -> dict[str, 
 
 def _real(real_data: Path, place: Path, *, spaced: bool) -> Any:
     """The real 50k BPE; ``spaced``: with a space before every text, as RoBERTa has it."""
-    sys.path.insert(0, str(ROOT))
     from tokenizers import Tokenizer
 
     from tests.realdata import real_tokenizer_dir

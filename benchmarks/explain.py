@@ -83,8 +83,6 @@ RIGHT: dict[str, str] = {
 }  # fmt: skip
 PARTLY: dict[str, str] = {"089": "ssh_name", "203": "rendezvous", "223": "nccl_error"}
 """Number of a file -> a row that is true and not the whole cause."""
-
-
 FIRST = {
     "037": "", "089": "ssh_name", "203": "rendezvous", "215": "module", "223": "nccl_error",
 }  # fmt: skip
@@ -96,16 +94,16 @@ def measure(folder: Path) -> dict[bool, list[tuple[str, str, list[str]]]]:
     """Whether it was held out -> name, row, and the rows behind harmless lines of each text."""
     results: dict[bool, list[tuple[str, str, list[str]]]] = {False: [], True: []}
     for position, path in enumerate(sorted(folder.glob("*.txt"))):
-        if path.name[:3] not in {**RIGHT, **PARTLY, **FIRST}:
+        number = path.name[:3]
+        if number not in {**RIGHT, **PARTLY, **FIRST}:
             continue  # nobody has said yet which row would be right
         text = path.read_text(encoding="utf-8").partition("\n\n")[2]
         draws = random.Random(path.name)
         behind = [_row("\n".join([*draws.sample(HARMLESS, 5), text])) for _ in range(DRAWS)]
         row = _row(text)
-        if path.name[:3] in FIRST:
-            row = FIRST[path.name[:3]]
+        if number in FIRST:
+            row = FIRST[number]
             behind = [row] * DRAWS
-        number = path.name[:3]
         is_later = number > "200"
         held_out = number in HELD_OUT_LATER if is_later else position % 14 in HELD_OUT
         results[held_out].append((path.name, row, behind))
@@ -146,7 +144,6 @@ def main() -> int:
             lines.append(f"| {what} | {len(verdicts)} | {' | '.join(shares)} |")
         for name, row, rows in results if options.v else ():
             print(f"{judge(name, row):8} {name:45} {row or '-':24} {sorted({*rows} - {row}) or ''}")
-    print("\n".join(lines))
     write_result("explain", "Failures that are explained", lines)
     return 0
 

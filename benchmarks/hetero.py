@@ -38,11 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from machine import RESULTS, write_result  # noqa: E402
+from machine import RESULTS, ROOT, write_result
 
 ROWS = RESULTS / "hetero.json"
 SPLITS = ("even", "spec", "measured")
@@ -51,9 +47,17 @@ SLICE_S = 1.0
 """How long a run trains before it is another's turn: ten periods of a CPU quota."""
 EXCHANGE_S = 0.25
 """After so long the hosts exchange their cores."""
+FIXED = (
+    "model.config.hidden_size=128 model.config.intermediate_size=384 "
+    "model.config.num_hidden_layers=4 task.epochs=null task.steps=100000 task.log_every_steps=1 "
+    "task.save_model=false task.evaluate=false checkpoint.every_minutes=null "
+    "checkpoint.at_end=false launch.hang_timeout_s=3600 launch.transport=pdsh "
+    "launch.allow_busy=true"  # all runs stand ready, and train in turn
+).split()
 GOALS = {0: 0.92, 1: 0.92, 2: 0.92, 3: 0.85}
 """Least part of the ideal that ``measured`` reaches on the fast link, by ZeRO stage."""
 FAST_LINK = 1000.0
+KEYS = ("task", "stage", "cpu", "link", "global_batch", "micro_batch")
 
 
 def main() -> int:
@@ -66,28 +70,12 @@ def main() -> int:
     parser.add_argument("--global-batch", type=int, default=96, help="samples (default 96)")
     parser.add_argument("--micro-batch", type=int, default=48, help="at most (default 48)")
     parser.add_argument("--rounds", type=int, default=3, help="for each stage (default 3)")
-    parser.add_argument(
-        "--round-s", type=float, default=40, help="of all runs together (default 40)"
-    )
-    parser.add_argument("--keep", type=Path, help="an empty directory: the runs stay there")
-    parser.add_argument("--table", action="store_true", help="write the table of known rows only")
+    parser.add_argument("--round-s", type=float, default=40, help="of all runs (default 40)")
     options = parser.parse_args()
-    if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds}: at least one")
-    if not 0.05 <= options.cpu <= 1:
-        parser.error(f"--cpu {options.cpu}: 0.05 to 1 cores")
-    if not 1 <= options.micro_batch <= options.global_batch:
-        parser.error(f"--micro-batch {options.micro_batch}: 1 to --global-batch")
-    if options.round_s <= 0:
-        parser.error(f"--round-s {options.round_s}: more than 0 seconds")
-    if options.link <= 0:
-        parser.error(f"--link {options.link}: more than 0 Mbit/s")
     known = [str(stage) for stage in GOALS]
     if wrong := set(options.stages.split(",")) - set(known):
         parser.error(f"--stages {options.stages}: {', '.join(known)}, not {', '.join(wrong)}")
     stages = [int(word) for word in options.stages.split(",")]
-    if options.table:
-        return write(read())
     from tests.cluster.netns import Cluster
     from tests.cluster.requirements import missing
 
@@ -95,8 +83,7 @@ def main() -> int:
         print(f"not possible here: {reason}", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory(prefix="llmx-hetero-") as name:
-        place = options.keep or Path(name)
-        place.mkdir(parents=True, exist_ok=True)
+        place = Path(name)
         words = data_words(options.task, place)
         with Cluster(hosts=2) as cluster, Cores(cluster.hosts) as cores:
             for host in cluster.hosts:
@@ -104,12 +91,7 @@ def main() -> int:
             cell = Cell(cluster, cores, place, words, options)
             alone = cell.alone()
             for stage in stages:
-                rows = cell.rounds(stage, alone)
-                for row in rows:
-                    print("  " + line_of([row]), flush=True)
-                write(read() + rows)  # after each stage: a later one may fail
-                if rows:
-                    print(line_of(rows), flush=True)
+                write(read() + cell.rounds(stage, alone))  # after each: a later one may fail
     return 1 if any(goal_of(rounds) == "MISSED" for rounds in cases(read())) else 0
 
 
@@ -138,21 +120,9 @@ class Cell:
         self.numbers = itertools.count()
         self.words = [
             *words,
-            "model.config.hidden_size=128",
-            "model.config.intermediate_size=384",
-            "model.config.num_hidden_layers=4",
             f"data.seq_len={SEQ_LEN}",
             f"batch.micro_batch={options.micro_batch}",
-            "task.epochs=null",
-            "launch.allow_busy=true",  # all runs stand ready, and train in turn
-            "task.steps=100000",
-            "launch.hang_timeout_s=3600",
-            "task.log_every_steps=1",
-            "task.save_model=false",
-            "task.evaluate=false",
-            "checkpoint.every_minutes=null",
-            "checkpoint.at_end=false",
-            "launch.transport=pdsh",
+            *FIXED,
         ]
 
     def alone(self) -> Turn:
@@ -179,19 +149,12 @@ class Cell:
         wait_for_loading(run)  # it measures next; imports are not what is measured
         self._throttle(True)
         turns["measured"] = Turn([run])
-        for split, turn in turns.items():
-            print(f"  {split}-{stage}: {sizes_of(turn.runs[0])}", flush=True)
         rows = []
         edges = take_turns([alone, *turns.values()], self.options.rounds, self.options.round_s)
         for began, ended in itertools.pairwise(edges):
             rows.append(
                 {
-                    "task": self.options.task,
-                    "stage": stage,
-                    "cpu": self.options.cpu,
-                    "link": self.options.link,
-                    "global_batch": self.options.global_batch,
-                    "micro_batch": self.options.micro_batch,
+                    **dict(zip(KEYS, key_of({**vars(self.options), "stage": stage}), strict=True)),
                     **{split: sum(turn.speeds(began, ended)) for split, turn in turns.items()},
                     "own": alone.speeds(began, ended),
                     "when": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ended)),
@@ -367,12 +330,6 @@ def wait_for_loading(run: Any) -> None:
         time.sleep(0.05)
 
 
-def sizes_of(run: Any) -> list[list[int]]:
-    """Samples of each micro step, by rank."""
-    batch = json.loads(run.path(run.dir.plan).read_text())["batch"]
-    return batch.get("sizes") or [[size] * batch["accumulation"] for size in batch["micro_batches"]]
-
-
 def ranks_of(run: Any) -> list[int]:
     """The processes of a run's ranks on all hosts, numbered as they are here."""
     from tests.cluster.launching import is_rank
@@ -393,8 +350,7 @@ def ranks_of(run: Any) -> list[int]:
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     """What a row is of."""
-    names = ("task", "stage", "cpu", "link", "global_batch", "micro_batch")
-    return tuple(row[name] for name in names)
+    return tuple(row[name] for name in KEYS)
 
 
 def part_of(rounds: list[dict[str, Any]], split: str) -> float:
@@ -443,7 +399,7 @@ def cases(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return [list(rounds) for _, rounds in itertools.groupby(ordered, key=key_of)]
 
 
-def write(rows: list[dict[str, Any]]) -> int:
+def write(rows: list[dict[str, Any]]) -> None:
     """The rows of all rounds, and their table."""
     rows = sorted(rows, key=lambda row: (key_of(row), row["when"]))
     ROWS.parent.mkdir(exist_ok=True)
@@ -462,7 +418,6 @@ def write(rows: list[dict[str, Any]]) -> int:
         "most 2 % slower than even.",
     ]
     write_result("hetero", "Hosts of unequal speed", lines)
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,18 +1,24 @@
-"""What every benchmark's result says of the machine, where results are written, and what would stop
-a peer."""
+"""What benchmarks have in common: results and what they say of the machine, forked ranks, and what
+would stop a peer."""
 
 from __future__ import annotations
 
 import os
 import platform
+import socket
 import subprocess
+import sys
 import time
+import traceback
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 
-RESULTS = Path(os.environ.get("LLMX_BENCHMARK_RESULTS") or Path(__file__).parent / "results")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for what is shared with the tests
+RESULTS = Path(os.environ.get("LLMX_BENCHMARK_RESULTS") or ROOT / "benchmarks" / "results")
 PACKAGES = ("torch", "deepspeed", "transformers", "hydra-core")
 
 
@@ -65,8 +71,50 @@ def refuse_left_locks() -> None:
             )
 
 
+def shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_of(rank: int, *, world: int, port: int) -> dict[str, str]:
+    """The variables of a rank on this machine."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_SIZE": world}
+    place |= {"MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}}
+
+
+def forked(run: Callable[[], object]) -> int:
+    """A process that calls ``run``; its number."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        run()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def wait(pids: Iterable[int]) -> None:
+    """Until all have ended, and well."""
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    if any(codes):
+        raise RuntimeError(f"the forked processes ended with {codes}")
+
+
 def write_result(name: str, title: str, lines: list[str]) -> Path:
-    """Write ``benchmarks/results/NAME.md``; returns its path."""
+    """Print and write ``benchmarks/results/NAME.md``; returns its path."""
+    print("\n".join(lines))
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.md"
     path.write_text("\n".join([f"# {title}", "", described(), "", *lines, ""]), encoding="utf-8")

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import yaml
-from machine import write_result
+from machine import ROOT, shown, write_result
 
 from llmx.config import Experiment, experiment_from_dict
 from llmx.plan import make_plan
@@ -24,7 +23,6 @@ from llmx.plan.trace import Traces
 from llmx.plan.types import Plan
 from llmx.train.memory_trace import networks_of, trace_step
 
-ROOT = Path(__file__).resolve().parent.parent
 CATALOGUE = yaml.safe_load((ROOT / "conf/hardware/devices/catalogue.yaml").read_text())
 NEAR = 0.15
 FP32_LOGITS = 12
@@ -199,10 +197,6 @@ def planned(row: Row, plan: Plan) -> float:
     return plan.time.step_s
 
 
-def shown(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
 def memory_gb(row: Row) -> float:
     """Peak by a traced micro step."""
     exp = experiment(row)
@@ -280,7 +274,6 @@ def main() -> int:
     lines += ["", *speeds()]
     if options.memory:
         lines += ["", *memories()]
-    print("\n".join(lines))
     write_result("plan_published", "Published speeds and memory against the plan", lines)
     return 0
 

@@ -13,13 +13,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from machine import write_result
+from throughput import run
 
 BASE = [
     "hardware=cpu2", "task.steps=16", "task.log_every_steps=3", "task.eval_generate=0",
@@ -46,19 +46,11 @@ GRID = [
 
 
 def llmx(words: list[str], environment: dict[str, str], *, log: Path) -> None:
-    with log.open("w", encoding="utf-8") as stream:
-        subprocess.run(
-            [sys.executable, "-m", "llmx", *words],
-            env={**os.environ, **environment},
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            check=True,
-            timeout=600,
-        )
+    run([sys.executable, "-m", "llmx", *words], env={**os.environ, **environment}, log=log)
 
 
-def measured_s(run: Path) -> float:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def measured_s(run_dir: Path) -> float:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     paces = [line["step_time_s"] for line in lines if line["kind"] == "train"]
     return statistics.median(paces[1:])
 
@@ -66,14 +58,14 @@ def measured_s(run: Path) -> float:
 def one(words: list[str], root: Path, number: int, *, teaches: bool) -> dict[str, Any]:
     """Predicted by what the cache knows, and measured."""
     environment = {"LLMX_CACHE": str(root / "cache"), "LLMX_LEARNED": "on"}
-    planned, run = root / f"plan-{number}", root / f"run-{number}"
+    planned, run_dir = root / f"plan-{number}", root / f"run-{number}"
     typed, log = [*BASE, *words], root / f"log-{number}"
     llmx(["plan", *typed, f"run_dir={planned}"], environment, log=log)
     time = json.loads((planned / "plan.json").read_text())["time"]
     if not teaches:
         environment["LLMX_LEARNED"] = "off"
-    llmx([*typed, f"run_dir={run}"], environment, log=log)
-    return {"words": words, "predicted": time["step_s"], "measured": measured_s(run)}
+    llmx([*typed, f"run_dir={run_dir}"], environment, log=log)
+    return {"words": words, "predicted": time["step_s"], "measured": measured_s(run_dir)}
 
 
 def one_round(grid: list[list[str]], root: Path) -> tuple[list[dict[str, Any]], float]:
@@ -114,13 +106,10 @@ def main() -> None:
         )
         shown = " ".join(f"{case['error']:+.1%}" for case in cases)
         rows.append(f"| {' '.join(cases[0]['words'])} | {measured} | {predicted} | {shown} |")
-    summary = (
+    lines = [
         f"{len(rows)} configurations, {len(rounds)} rounds: median error "
         f"{statistics.median(errors):.1%}, worst {max(errors):.1%}. The run that taught, again at "
-        f"the end of its round: {', '.join(f'{one:+.1%}' for one in noise)}."
-    )
-    lines = [
-        summary,
+        f"the end of its round: {', '.join(f'{one:+.1%}' for one in noise)}.",
         "",
         f"Taught by one run in each round: `{' '.join(BASE)}`; each row changes what it names.",
         "",
@@ -129,7 +118,6 @@ def main() -> None:
         *rows,
     ]
     write_result("plan_time", "Predicted against measured time of a step", lines)
-    print(summary)
 
 
 if __name__ == "__main__":

@@ -12,20 +12,23 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
+import itertools
 import json
 import os
-import resource
-import socket
+import re
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from machine import forked, free_port, rank_of, wait, write_result
 
 from llmx.config import Experiment, experiment_from_dict
 
@@ -82,86 +85,77 @@ MIXTRAL = {
 LORA = {"kind": "lora", "rank": 8, "targets": ["all-linear"]}
 
 
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", LLAMA), "qwen3": ("qwen3", QWEN), "gpt2": ("gpt2", GPT2),
+    "opt": ("opt", OPT), "mixtral": ("hf", MIXTRAL),
+}  # fmt: skip
+"""Kind of the model, its config."""
+
+
+def case(shape: str, stage: int, what: str = "", *numbers: Any, **more: Any) -> Case:
+    """Micro batch, row length, accumulation and precision, where they are others than usual."""
+    name = " ".join([shape, "stage", str(stage), *([what] if what else [])])
+    return Case(name, *SHAPES[shape], stage, *numbers, **more)
+
+
 def grid() -> list[Case]:
     """Architectures x stages, and one thing varied at a time."""
-    shapes = {"llama": LLAMA, "qwen3": QWEN, "gpt2": GPT2, "opt": OPT}
-    found = [
-        Case(f"{kind} stage {stage}", kind, config, stage)
-        for kind, config in shapes.items()
-        for stage in range(4)
-    ]
-    for kind, config in shapes.items():
-        for stage in (2, 3):
-            for how in ("selective", "full"):
-                found.append(
-                    Case(f"{kind} stage {stage} {how}", kind, config, stage, 4, checkpointing=how)
-                )
+    dense = ("llama", "qwen3", "gpt2", "opt")
+    found = [case(shape, stage) for shape in dense for stage in range(4)]
+    for shape, stage, how in itertools.product(dense, (2, 3), ("selective", "full")):
+        found.append(case(shape, stage, how, 4, checkpointing=how))
     for stage in range(4):
         found += [
-            Case(f"llama stage {stage} micro batch 1", "llama", LLAMA, stage, 1, 128),
-            Case(f"llama stage {stage} micro batch 8", "llama", LLAMA, stage, 8, 128),
-            Case(f"llama stage {stage} accumulation 2", "llama", LLAMA, stage, 2, 128, 2),
-            Case(f"llama stage {stage} lora", "llama", LLAMA, stage, adapter=LORA),
-            Case(f"mixtral stage {stage}", "hf", MIXTRAL, stage),
-            Case(
-                f"llama stage {stage} vocabulary 16000", "llama", LLAMA, stage, 1, 128, vocab=16000
-            ),
+            case("llama", stage, "micro batch 1", 1, 128),
+            case("llama", stage, "micro batch 8", 8, 128),
+            case("llama", stage, "accumulation 2", 2, 128, 2),
+            case("llama", stage, "lora", adapter=LORA),
+            case("mixtral", stage),
+            case("llama", stage, "vocabulary 16000", 1, 128, vocab=16000),
         ]
-    for stage in range(4):
-        found.append(Case(f"llama stage {stage} bf16", "llama", LLAMA, stage, precision="bf16"))
-    found += [
-        Case("llama stage 1 offload", "llama", LLAMA, 1, zero={"offload_optimizer": "cpu"}),
-        Case("llama stage 1 bf16 accumulation 2", "llama", LLAMA, 1, 2, 128, 2, "bf16"),
-        Case("llama stage 3 bf16 accumulation 2", "llama", LLAMA, 3, 2, 128, 2, "bf16"),
-        Case("llama stage 2 long", "llama", LLAMA, 2, 1, 1024),
-        Case("llama stage 2 bf16 accumulation 2", "llama", LLAMA, 2, 2, 128, 2, "bf16"),
-        Case("llama stage 2 fused loss", "llama", LLAMA, 2, model={"fused_loss": True}),
-        Case("gpt2 stage 2 long", "gpt2", GPT2, 2, 1, 768),
-        Case("gpt2 stage 1 lora", "gpt2", GPT2, 1, adapter=LORA),
-        Case("llama stage 1 lion", "llama", LLAMA, 1, optim="lion"),
-        Case("llama stage 2 muon", "llama", LLAMA, 2, optim="muon"),
-        Case("llama stage 2 sgd", "llama", LLAMA, 2, optim="sgd"),
-        Case("llama stage 3 small buckets", "llama", LLAMA, 3, zero={"max_reuse_distance": 0}),
-    ]
+    found += [case("llama", stage, "bf16", precision="bf16") for stage in range(4)]
     optimizer = {"offload_optimizer": "cpu"}
     both = {**optimizer, "offload_param": "cpu"}
     hpz = {"hpz_partition_size": 2}
+    in_bf16 = (2, 128, 2, "bf16")
     found += [
-        Case("llama stage 2 offload", "llama", LLAMA, 2, zero=optimizer),
-        Case("opt stage 2 offload accumulation 2", "opt", OPT, 2, 2, 128, 2, zero=optimizer),
-        Case("llama stage 2 offload bf16", "llama", LLAMA, 2, precision="bf16", zero=optimizer),
-        Case(
-            "llama stage 2 offload bf16 accumulation 2", "llama", LLAMA, 2, 2, 128, 2, "bf16",
-            zero=optimizer,
-        ),
-        Case("llama stage 2 offload lora", "llama", LLAMA, 2, adapter=LORA, zero=optimizer),
-        Case("llama stage 3 offload", "llama", LLAMA, 3, zero=optimizer),
-        Case("opt stage 3 offload accumulation 2", "opt", OPT, 3, 2, 128, 2, zero=optimizer),
-        Case("llama stage 3 offload of all", "llama", LLAMA, 3, zero=both),
-        Case("gpt2 stage 3 offload of all", "gpt2", GPT2, 3, zero=both),
-        Case("llama stage 3 offload of all lora", "llama", LLAMA, 3, adapter=LORA, zero=both),
-        Case(
-            "llama stage 3 offload of all bf16 accumulation 2", "llama", LLAMA, 3, 2, 128, 2,
-            "bf16", zero=both,
-        ),
-        Case("llama stage 3 hpZ", "llama", LLAMA, 3, zero=hpz),
-        Case("opt stage 3 hpZ", "opt", OPT, 3, zero=hpz),
-        Case("llama stage 3 hpZ accumulation 2", "llama", LLAMA, 3, 2, 128, 2, zero=hpz),
-        Case("llama stage 3 hpZ bf16", "llama", LLAMA, 3, precision="bf16", zero=hpz),
-        Case("llama stage 3 hpZ lora", "llama", LLAMA, 3, adapter=LORA, zero=hpz),
-        Case("llama stage 3 hpZ micro batch 8", "llama", LLAMA, 3, 8, 128, zero=hpz),
-        Case("llama stage 3 hpZ of 4 ranks", "llama", LLAMA, 3, 1, 128, zero=hpz, world=4),
-    ]  # fmt: skip
-    for stage in range(4):
-        for precision in ("fp32", "bf16"):
-            found += [
-                Case(
-                    f"llama stage {stage} {precision} drawing {name}", "llama", SMALL, stage, 1,
-                    192, prompts, precision, vocab=1000,
-                    drawn={"group_size": group, "max_new_tokens": new},
-                )
-                for name, prompts, group, new in (("long", 4, 16, 128), ("many", 40, 2, 24))
-            ]  # fmt: skip
+        case("llama", 1, "offload", zero=optimizer),
+        case("llama", 1, "bf16 accumulation 2", *in_bf16),
+        case("llama", 3, "bf16 accumulation 2", *in_bf16),
+        case("llama", 2, "long", 1, 1024),
+        case("llama", 2, "bf16 accumulation 2", *in_bf16),
+        case("llama", 2, "fused loss", model={"fused_loss": True}),
+        case("gpt2", 2, "long", 1, 768),
+        case("gpt2", 1, "lora", adapter=LORA),
+        case("llama", 1, "lion", optim="lion"),
+        case("llama", 2, "muon", optim="muon"),
+        case("llama", 2, "sgd", optim="sgd"),
+        case("llama", 3, "small buckets", zero={"max_reuse_distance": 0}),
+        case("llama", 2, "offload", zero=optimizer),
+        case("opt", 2, "offload accumulation 2", 2, 128, 2, zero=optimizer),
+        case("llama", 2, "offload bf16", precision="bf16", zero=optimizer),
+        case("llama", 2, "offload bf16 accumulation 2", *in_bf16, zero=optimizer),
+        case("llama", 2, "offload lora", adapter=LORA, zero=optimizer),
+        case("llama", 3, "offload", zero=optimizer),
+        case("opt", 3, "offload accumulation 2", 2, 128, 2, zero=optimizer),
+        case("llama", 3, "offload of all", zero=both),
+        case("gpt2", 3, "offload of all", zero=both),
+        case("llama", 3, "offload of all lora", adapter=LORA, zero=both),
+        case("llama", 3, "offload of all bf16 accumulation 2", *in_bf16, zero=both),
+        case("llama", 3, "hpZ", zero=hpz),
+        case("opt", 3, "hpZ", zero=hpz),
+        case("llama", 3, "hpZ accumulation 2", 2, 128, 2, zero=hpz),
+        case("llama", 3, "hpZ bf16", precision="bf16", zero=hpz),
+        case("llama", 3, "hpZ lora", adapter=LORA, zero=hpz),
+        case("llama", 3, "hpZ micro batch 8", 8, 128, zero=hpz),
+        case("llama", 3, "hpZ of 4 ranks", 1, 128, zero=hpz, world=4),
+    ]
+    sizes = {"long": (4, 16, 128), "many": (40, 2, 24)}
+    for stage, precision, name in itertools.product(range(4), ("fp32", "bf16"), sizes):
+        prompts, group, new = sizes[name]
+        drawn = {"group_size": group, "max_new_tokens": new}
+        one = case("llama", stage, f"{precision} drawing {name}", 1, 192, prompts, precision)
+        found.append(dataclasses.replace(one, config=SMALL, vocab=1000, drawn=drawn))
     return found
 
 
@@ -334,9 +328,6 @@ def measured(exp: Experiment, plan: Any, rank: int) -> dict[str, Any]:
         "peak": max(phases.values()),
         "phases": phases,
         "host": on_host(engine.engine),
-        "resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "layout": engine.layout,
-        "method": [engine.main.attention.implementation, engine.main.attention.isolation],
     }
 
 
@@ -395,35 +386,24 @@ def others(exp: Experiment, plan: Any, parameters: int, largest: int) -> dict[st
 def run_case(case: Case, root: Path) -> dict[str, Any]:
     """Both, in forked processes; raises where a rank fails."""
     out = root / "answers"
-    out.mkdir(exist_ok=True)
-    for old in out.iterdir():
-        old.unlink()
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
     port = free_port()
-    jobs = [*range(case.world), "predicted"]
-    pids = {}
-    for job in jobs[:-1]:
-        pids[job] = forked(lambda job=job: answer_of_rank(case, root, job, port, out))
-    wait(pids)
-    wait({"predicted": forked(lambda: answer_predicted(case, root, out))})
-    read = {job: json.loads((out / f"{job}.json").read_text()) for job in jobs}
-    for job in jobs:
-        if "error" in read[job]:
-            raise RuntimeError(f"{case.name}: {job}: {read[job]['error']}")
-    most = max((read[rank] for rank in range(case.world)), key=lambda one: one["peak"])
+    wait([forked(partial(answer, case, root, out, rank, port)) for rank in range(case.world)])
+    wait([forked(partial(answer, case, root, out))])
+    ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in range(case.world)]
     return {
         "case": dataclasses.asdict(case),
         "date": time.strftime("%Y-%m-%d"),
-        "measured": most,
-        **read["predicted"],
+        "measured": max(ranks, key=lambda one: one["peak"]),
+        **json.loads((out / "predicted.json").read_text()),
     }
 
 
-def answer_of_rank(case: Case, root: Path, rank: int, port: int, out: Path) -> None:
-    place = {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.world, "LOCAL_SIZE": case.world,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-    }  # fmt: skip
-    os.environ.update({name: str(value) for name, value in place.items()})
+def answer(case: Case, root: Path, out: Path, rank: int | None = None, port: int = 0) -> None:
+    """Write what a rank measures, or (without a rank) what is predicted."""
+    if rank is not None:
+        os.environ.update(rank_of(rank, world=case.world, port=port))
     from llmx.compose.task_rules import drawn_samples
     from llmx.plan import make_plan
     from llmx.plan.knowledge import Knowledge
@@ -431,55 +411,17 @@ def answer_of_rank(case: Case, root: Path, rank: int, port: int, out: Path) -> N
 
     exp = experiment_of(case, root)
     plan = make_plan(exp, Knowledge(drawn=drawn_samples(exp)))
-    join_process_group(plan)
-    (out / f"{rank}.json").write_text(json.dumps(measured(exp, plan, rank)))
-
-
-def answer_predicted(case: Case, root: Path, out: Path) -> None:
-    from llmx.compose.task_rules import drawn_samples
-    from llmx.plan import make_plan
-    from llmx.plan.knowledge import Knowledge
-
-    exp = experiment_of(case, root)
-    plan = make_plan(exp, Knowledge(drawn=drawn_samples(exp)))
+    if rank is not None:
+        join_process_group(plan)
+        (out / f"{rank}.json").write_text(json.dumps(measured(exp, plan, rank)))
+        return
     found = predicted(exp, plan)
-    answer = {
-        "predicted": found,
-        "others": others(exp, plan, found["parameters"], case.vocab * 384),
-    }
-    (out / "predicted.json").write_text(json.dumps(answer))
-
-
-def forked(run: Any) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 0
-    try:
-        run()
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    os._exit(code)
-
-
-def wait(pids: dict[Any, int]) -> None:
-    codes = {job: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for job, pid in pids.items()}
-    if any(codes.values()):
-        raise RuntimeError(f"ended with {codes}")
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    beside = others(exp, plan, found["parameters"], case.vocab * 384)
+    (out / "predicted.json").write_text(json.dumps({"predicted": found, "others": beside}))
 
 
 def write_table(found: list[dict[str, Any]]) -> None:
     """``benchmarks/results/plan_validation.md``."""
-    from machine import write_result
 
     def error(value: float | None, real: float) -> str:
         return "" if value is None else f"{value / real - 1:+.1%}"
@@ -502,7 +444,7 @@ def write_table(found: list[dict[str, Any]]) -> None:
             + " | ".join(error(others.get(name), real) for name in others_errors)
             + " |"
         )
-    summary = [
+    lines = [
         "| | configurations | median error | worst | under the measured peak |",
         "|---|---|---|---|---|",
         *(
@@ -510,9 +452,6 @@ def write_table(found: list[dict[str, Any]]) -> None:
             f"{max(map(abs, values)):.1%} | {min(values):+.1%} |"
             for name, values in [("the plan", errors), *others_errors.items()]
         ),
-    ]
-    lines = [
-        *summary,
         "",
         "Two ranks (four where the name says so), three steps; MiB of the fuller rank. `in host "
         "RAM`: of it what an offload has there between steps, measured / predicted. `accelerate`: "
@@ -523,7 +462,6 @@ def write_table(found: list[dict[str, Any]]) -> None:
         *rows,
     ]
     write_result("plan_validation", "Predicted against measured peak memory of a rank", lines)
-    print("\n".join(summary))
 
 
 def with_hook(command: list[str], directory: Path) -> int:
@@ -538,10 +476,8 @@ def with_hook(command: list[str], directory: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="configurations with this in their name")
-    parser.add_argument("--cases", default="", help="the names of configurations, with commas")
+    parser.add_argument("--only", default="", help="configurations whose name has this pattern")
     parser.add_argument("--out", type=Path, help="where the numbers go, as JSON lines")
-    parser.add_argument("--parts", action="store_true", help="print the predicted parts")
     parser.add_argument("--table", type=Path, help="only write the results of such JSON lines")
     words = parser.parse_args()
     if words.table:
@@ -559,10 +495,7 @@ def main() -> None:
     errors = []
     with tempfile.TemporaryDirectory(prefix="llmx-plan-") as name:
         root = Path(name)
-        for case in grid():
-            named = words.cases.split(",") if words.cases else [case.name]
-            if words.only not in case.name or case.name not in named:
-                continue
+        for case in (case for case in grid() if re.search(words.only, case.name)):
             tokenizer_directory(root, case.vocab)
             started = time.monotonic()
             try:
@@ -580,17 +513,6 @@ def main() -> None:
                 + f" {time.monotonic() - started:.0f} s",
                 flush=True,
             )
-            if words.parts:
-                parts = {k: round(v / 2**20, 1) for k, v in found["predicted"]["parts"].items()}
-                phases = {k: round(v / 2**20, 1) for k, v in found["measured"]["phases"].items()}
-                host = found["predicted"]["host"] / 2**20
-                resident = found["measured"]["resident"] / 2**20
-                print(
-                    f"   {parts} host {host:.1f}, really {found['measured']['host'] / 2**20:.1f} "
-                    f"{phases} {found['measured']['method']} "
-                    f"resident {resident:.0f}",
-                    flush=True,
-                )
             if words.out:
                 with words.out.open("a") as stream:
                     stream.write(json.dumps(found) + "\n")

@@ -1,7 +1,6 @@
 """Preparing text to pretrain on: llmx against ``datasets.map``, end to end, in turn, in one run.
 
     LLMX_REAL_DATA=DIR python benchmarks/tokenization.py [--mib 36] [--rounds 3] [--only BPE]
-    LLMX_REAL_DATA=DIR python benchmarks/tokenization.py --fast-paths --mib 128
 
 The corpus is real text, English or Chinese, repeated with variation (``data_corpora.py``) into
 JSON Lines. Every measurement is a process of its own; its clock starts when libraries and
@@ -11,11 +10,7 @@ a  ``datasets``: load_dataset, map(tokenize, batched, num_proc), map(group), as 
 b  bare ``tokenizers.encode_batch_fast`` of texts that are in memory, nothing written
 c  ``llmx.data.prepare``: from the file on disk to packed samples on disk, an empty cache
 
-d  the same as c, with every text through plain ``tokenizers.encode_batch_fast`` on all cores
-
-Both ends of a, c and d are on disk, and the ids of all must be equal. ``--fast-paths`` measures c
-and d alone: what a fast path of our own is worth by the clock. One that does not make the whole
-preparation at least 1.3 times as fast is not worth its code.
+Both ends of a and c are on disk, and the ids of all must be equal.
 (The file is not called tokenize.py: that would hide a module of the standard library.)
 """
 
@@ -33,12 +28,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from data_corpora import MIB, ROOT, make_tokenizers, write_corpus
+from data_corpora import MIB, make_tokenizers, write_corpus
+from machine import ROOT, write_result
 
 SEQ_LEN = 1024
 FAST, OTHERS = 5.0, 1.5
-WORTH = 1.3
-"""How many times as fast a fast path makes the whole preparation, at least."""
 CASES = [
     ("English", "byte-level BPE", FAST),
     ("English", "byte-level BPE, space first", FAST),
@@ -46,8 +40,6 @@ CASES = [
     ("English", "SentencePiece BPE", OTHERS),
     ("English", "Unigram", OTHERS),
     ("Chinese", "byte-level BPE", FAST),
-    ("Chinese", "WordPiece", OTHERS),
-    ("Chinese", "SentencePiece BPE", OTHERS),
 ]
 """(text, tokenizer, how many times as fast as ``datasets.map`` it should be)"""
 NOTE = (
@@ -62,7 +54,6 @@ def main() -> int:
     parser.add_argument("--mib", type=float, default=36, help="size of a corpus")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each")
     parser.add_argument("--only", default="", help="cases that match this pattern")
-    parser.add_argument("--fast-paths", action="store_true", help="c and d alone")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -76,41 +67,13 @@ def main() -> int:
     if not cases:
         parser.error(f"--only {options.only}: no case matches")
     with tempfile.TemporaryDirectory(prefix="llmx-tokenize-") as directory:
-        work = fast_paths if options.fast_paths else compare
-        return work(Path(source), Path(directory), cases, options)
-
-
-def fast_paths(
-    real_data: Path, place: Path, cases: list[tuple[str, str, float]], options: argparse.Namespace
-) -> int:
-    """c and d of each case in turn; prints what our own way is worth by the clock."""
-    tokenizers = make_tokenizers(real_data, place, {name for _, name, _ in cases})
-    corpora = {language: place / f"{language}.jsonl" for language, _, _ in cases}
-    for language, path in corpora.items():
-        write_corpus(real_data, path, size=int(options.mib * MIB), language=language)
-    print(
-        "| text, tokenizer | c: seconds | d: seconds | d / c | c's encoder |\n|---|---|---|---|---|"
-    )
-    for language, name, _ in cases:
-        rounds = []
-        for _ in range(options.rounds):
-            found = {which: measure(which, corpora[language], tokenizers[name]) for which in "cd"}
-            if found["c"]["ids"] != found["d"]["ids"]:
-                raise SystemExit(f"{language}, {name}: the ids differ: {found}")
-            rounds.append(found)
-        c, d = (statistics.median(each[which]["seconds"] for each in rounds) for which in "cd")
-        worth = "worth it" if d / c >= WORTH else f"below {WORTH:g}"
-        encoder = rounds[-1]["c"]["encoder"]
-        print(f"| {language}, {name} | {c:.2f} | {d:.2f} | {d / c:.2f}, {worth} | {encoder} |")
-    return 0
+        return compare(Path(source), Path(directory), cases, options)
 
 
 def compare(
     real_data: Path, place: Path, cases: list[tuple[str, str, float]], options: argparse.Namespace
 ) -> int:
     """a, b and c of each case in turn; 0 where the targets are met and the ids equal."""
-    from machine import write_result
-
     tokenizers = make_tokenizers(real_data, place, {name for _, name, _ in cases})
     corpora = {language: place / f"{language}.jsonl" for language, _, _ in cases}
     text_mib = {
@@ -148,13 +111,11 @@ def compare(
                 f"| {rate['c']:.2f} | **{ratio:.1f}** (target {target:g}) "
                 f"| {rate['c'] / rate['b']:.1f} |"
             )
-            print(lines[-1], flush=True)
         encoders.append(f"- {language}, {name}: {rounds[-1]['c']['encoder']}")
     lines += ["", "What llmx encoded with:", *encoders]
     lines += ["", "The ids of a, b and c were equal in every round."]
     lines.append(f"Targets, by wall time and by core-seconds: {'met' if good else 'MISSED'}.")
     lines += ["", NOTE]
-    print("\n".join(lines))
     write_result("tokenize", "Preparing text: llmx against datasets.map", lines)
     return 0 if good else 1
 
@@ -255,30 +216,12 @@ def with_llmx(corpus: Path, directory: Path) -> dict[str, object]:
         times = clock.times()
         digest = store.meta["sha256"]["tokens.bin"]
         # A last token alone, from which nothing can be learned, is not in the store.
-        if store.meta["num_tokens"] < sum_of_rows(store):
+        if store.meta["num_tokens"] < store.meta["row_tokens"]:
             raise SystemExit("the corpus ends with a sample of one token; choose another --mib")
-    return {
-        **times,
-        "ids": digest,
-        "encoder": store.meta["encoder"],
-        "samples": store.meta["num_samples"],
-    }
+    return {**times, "ids": digest, "encoder": store.meta["encoder"]}
 
 
-def sum_of_rows(store) -> int:
-    """Tokens before packing."""
-    return int(store.meta["row_tokens"])
-
-
-def plain(corpus: Path, directory: Path) -> dict[str, object]:
-    """d: what a run does without fast paths."""
-    from llmx.data.tokenize.documents import TextEncoder
-
-    TextEncoder.choose = lambda self, texts: None
-    return with_llmx(corpus, directory)
-
-
-ONE = {"a": with_datasets, "b": bare, "c": with_llmx, "d": plain}
+ONE = {"a": with_datasets, "b": bare, "c": with_llmx}
 
 if __name__ == "__main__":
     sys.exit(main())

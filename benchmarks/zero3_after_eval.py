@@ -17,15 +17,12 @@ import statistics
 import sys
 import tempfile
 import time
-import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from machine import refuse_left_locks, write_result  # noqa: E402
+from machine import forked, free_port, rank_of, refuse_left_locks, wait, write_result
 
 WORLD = 2
 STEPS = 5
@@ -44,37 +41,20 @@ def main() -> int:
     import deepspeed  # noqa: F401, imported for the children
     import torch
 
-    from tests.rundirs import free_port
-
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="llmx-zero3-") as name:
         out, port = Path(name), free_port()
-        pids = [fork(rank, port, out, options) for rank in range(WORLD)]
-        ended = [os.waitpid(pid, 0)[1] for pid in pids]
-        if any(ended):
-            return 1
+        ranks = [partial(be_rank, rank, port, out, options) for rank in range(WORLD)]
+        wait([forked(rank) for rank in ranks])
         return report(json.loads((out / "found.json").read_text()), options)
 
 
-def fork(rank: int, port: int, out: Path, options: argparse.Namespace) -> int:
-    """Start a rank."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )  # fmt: skip
-        found = measure(out, options)
-        if rank == 0:
-            (out / "found.json").write_text(json.dumps(found))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+def be_rank(rank: int, port: int, out: Path, options: argparse.Namespace) -> None:
+    """Measure; rank 0 writes it."""
+    os.environ.update(rank_of(rank, world=WORLD, port=port))
+    found = measure(out, options)
+    if rank == 0:
+        (out / "found.json").write_text(json.dumps(found))
 
 
 def measure(out: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -170,7 +150,6 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> int:
         f"{max(ratios):.2f}).",
     ]
     write_result("zero3_after_eval", "ZeRO-3 after an evaluation", lines)
-    print("\n".join(lines))
     return 0 if ratio > 1 else 1
 
 

@@ -43,17 +43,15 @@ ROOT = Path(__file__).parents[2]
 
 PARTS = {
     # name: (module:function, title)
-    "kernels": ("kernels:kernels", "Versions, matrix products, attention kernels"),
+    "kernels": ("kernels:kernels", "Versions, matrix products, memory"),
     "paths": ("training:paths", "Six steps of every kind of run, against a CPU's losses"),
     "rl": ("training:rl", "GRPO on a network of 0.6B, 64 rows of 512 tokens"),
     "mfu": ("training:mfu", "Speed and memory of pretraining at 4096 tokens"),
     "resume": ("training:resume", "Resume, bit for bit; fp16 with a dynamic loss scale"),
     "server": ("training:server", "A rollout server beside the rank"),
     "packed": ("training:packed", "SFT, packed and padded"),
-    "waits": ("training:waits", "Waiting for the GPU, by phase"),
     "saves": ("training:saves", "Saving in the background"),
     "several_gpus": ("training:several_gpus", "Several GPUs"),
-    "peers": ("peers:peers", "Packed SFT against TRL"),
 }
 """In the order in which they run: what tells most comes first."""
 
@@ -233,11 +231,8 @@ def run_part(name: str, context: Context, records: Records) -> None:
     if outcome.state != "done":
         print(f"  {outcome.state}: {outcome.why}")
     if outcome.state == "failed":
-        print(
-            "\n".join(
-                f"    | {line}" for line in log.read_text(errors="replace").splitlines()[-15:]
-            )
-        )
+        lines = log.read_text(errors="replace").splitlines()[-15:]
+        print("\n".join(f"    | {line}" for line in lines))
     print(f"  {time.monotonic() - began:.0f} s", flush=True)
 
 

@@ -104,17 +104,12 @@ class Runs:
             for each in capture(self.session.engine, world=self.session.plan.world_size)
         }
         step, result = self.done, {"usual_s": usual_s}
-        self.clean()
-        if peer_first:
-            result["peer_s"] = self.peer_save()
-            result["peer_bytes"] = self.same_as_peer()
+        for peer in (peer_first, not peer_first):
             self.clean()
-            result |= self.own_save(usual_s)
-        else:
-            result |= self.own_save(usual_s)
-            self.clean()
-            result["peer_s"] = self.peer_save()
-            result["peer_bytes"] = self.same_as_peer()
+            if peer:
+                result |= {"peer_s": self.peer_save(), "peer_bytes": self.same_as_peer()}
+            else:
+                result |= self.own_save(usual_s)
         result["bytes"] = self.same_as_saved(live, step)
         return result
 

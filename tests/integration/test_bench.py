@@ -88,10 +88,7 @@ def test_every_part_runs_in_a_bare_environment(tmp_path) -> None:
     results = outcomes(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(results) == list(PARTS)
-    assert {part for part, one in results.items() if one.state == "not run"} == {
-        "several_gpus",
-        "peers",
-    }
+    assert [part for part, one in results.items() if one.state == "not run"] == ["several_gpus"]
     apart = [name for name in results["paths"].measures if "apart from a CPU" in name]
     assert len(apart) == len(json.loads(LOSSES.read_text()))
     (table,) = (tmp_path / "results").glob("gpu-*.md")
