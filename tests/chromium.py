@@ -5,7 +5,6 @@ It is driven over a pipe in the DevTools protocol: https://chromedevtools.github
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -126,11 +125,6 @@ class Browser:
     def text(self) -> str:
         """All text of the page that is shown."""
         return str(self.evaluate("document.body.innerText"))
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page as a PNG."""
-        answer = self.send("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(answer["data"]))
 
     def close(self) -> None:
         self._process.kill()

@@ -175,13 +175,10 @@ def test_mistakes_say_what_to_type(run: RunDir, piped: Any, tmp_path: Path) -> N
     assert Path("there").read_text() == "mine"
     for words, problem in (
         ([run.root, "--n=2"], "chat: no such option: --n=2"),
-        ([run.root, "--tempreature=1"], 'Did you mean "--temperature"?'),
         ([run.root, "--plain", "--system", "x"], "--plain continues text, which has no turns"),
         ([tmp_path / "none"], "no such directory"),
         (["Qwen/Qwen3-0.6B"], "hf download Qwen/Qwen3-0.6B --local-dir DIR"),
-        ([tmp_path], "is neither a run directory (no config.yaml) nor a model (no config.json)"),
         ([run.root.parent], "Runs in it: talker"),
-        ([run.root, "--model", tmp_path], "there is no config.json in it. Give the directory"),
     ):
         assert problem in piped("", *words, code=2)[1]
 
@@ -190,19 +187,15 @@ SIZES = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidd
          "num_attention_heads": 4}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        lambda: transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES)),
-        lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
-        lambda: transformers.BertModel(transformers.BertConfig(**SIZES)),
-    ],
-)
-def test_a_model_that_writes_no_text_is_refused(model: Any, piped: Any, tmp_path: Path) -> None:
-    network = model()
-    network.save_pretrained(tmp_path / "model")
-    err = piped("", tmp_path / "model", code=2)[1]
-    assert f"is a {type(network).__name__}, which generates no text" in err
+def test_a_model_that_writes_no_text_is_refused(piped: Any, tmp_path: Path) -> None:
+    for network in (
+        transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES)),
+        transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
+    ):
+        name = type(network).__name__
+        network.save_pretrained(tmp_path / name)
+        err = piped("", tmp_path / name, code=2)[1]
+        assert f"is a {name}, which generates no text" in err
 
 
 def test_a_model_without_tokenizer_or_template_is_said(piped: Any, tmp_path: Path) -> None:
@@ -283,13 +276,9 @@ def test_a_terminal_streams_and_stops(run: RunDir, tmp_path: Path) -> None:
             terminal.type("\x03")
             terminal.wait_for(r"\(ended\)")
             terminal.wait_for("> ")
-        for line, said in (
-            (f"/save {tmp_path}/chat.jsonl\n", "2 turns"),
-            ("/sav\n", r'Did you mean "/save"\?'),
-        ):
-            terminal.type(line)
-            terminal.wait_for(said)
-            terminal.wait_for("> ")
+        terminal.type(f"/save {tmp_path}/chat.jsonl\n")
+        terminal.wait_for("2 turns")
+        terminal.wait_for("> ")
         terminal.type("\x04")
         assert terminal.end() == 0
     finally:

@@ -45,11 +45,9 @@ def test_every_key_is_reached_a_dot_at_a_time_and_every_closed_set_offered() -> 
 @pytest.mark.parametrize(
     ("line", "values"),
     [
-        ("llmx repr", ["reproduce"]),
         ("llmx optim", ["optim=", "optim."]),
         ("llmx zero_stage=stage3_z", ["zero_stage=stage3_zeropp"]),
         ("llmx zero_", ["zero_stage="]),
-        ("llmx optim.schedule=con", ["optim.schedule=constant"]),
         ("llmx dry_run=", ["dry_run=true", "dry_run=false"]),
         ("llmx deterministic=", [f"deterministic={v}" for v in ("true", "false", "null")]),
         ("llmx tracking.kinds=[wandb,c", ["tracking.kinds=[wandb,csv]"]),
@@ -57,7 +55,6 @@ def test_every_key_is_reached_a_dot_at_a_time_and_every_closed_set_offered() -> 
         ("llmx +optim.sch", ["+optim.schedule="]),
         ("llmx launch.e", ["launch.env.", "launch.env=", "launch.elastic="]),
         ("llmx optim.lr=", []),
-        ("llmx export RUN --d", ["--dtype"]),
         ("llmx export RUN --dtype b", ["bf16"]),
         ("llmx --cfg ", ["job", "hydra", "all"]),
         ("llmx data split=", ["split=train", "split=eval"]),
@@ -69,13 +66,12 @@ def test_what_is_offered(line: str, values: list[str]) -> None:
     assert offered(line) == values
 
 
-@pytest.mark.parametrize(
-    ("line", "value"),
-    [("plan zero_stage=st", "zero_stage=stage3"), ("status --", "--json"), ("sweep ", "lr"),
-     ("hardware.device=a1", "hardware.device=a100_80g"), ("help optim.", "optim.lr")],
-)  # fmt: skip
-def test_what_is_offered_among_others(line: str, value: str) -> None:
-    assert value in offered(f"llmx {line}")
+def test_what_is_offered_among_others() -> None:
+    for line, value in (
+        ("plan zero_stage=st", "zero_stage=stage3"), ("status --", "--json"), ("sweep ", "lr"),
+        ("hardware.device=a1", "hardware.device=a100_80g"), ("help optim.", "optim.lr"),
+    ):  # fmt: skip
+        assert value in offered(f"llmx {line}"), line
 
 
 @pytest.fixture
@@ -109,10 +105,8 @@ def test_runs_and_their_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (run / "config.yaml").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LLMX_OUTPUTS", raising=False)
-    for command in (
-        "resume", "status", "watch", "export", "report", "reproduce", "generate", "chat", "eval",
-        "serve",
-    ):  # fmt: skip
+    commands = "resume status watch export report reproduce generate chat eval serve"
+    for command in commands.split():
         assert offered(f"llmx {command} out")[0] == "outputs/first", command
     assert offered("llmx compare outputs/first out") == ["outputs/first"]
     sweep = tmp_path / "outputs" / "sweeps" / "one"
@@ -149,21 +143,17 @@ def test_bash_gets_the_part_that_it_replaces(
     assert capsys.readouterr().out.splitlines() == answer
 
 
-@pytest.mark.parametrize(
-    "junk", ["", "'", '"', "\\", "=", "=[,", "a=b=c", "~", "++", "--", "-x=", "."]
-)
-def test_no_line_is_too_odd(junk: str) -> None:
-    for line in (f"llmx {junk}", f"llmx export {junk}", f"llmx zero={junk}", f"llmx {junk} x"):
-        assert main(["completion", "--answer", "bash", BREAKS, line]) == 0
+def test_no_line_is_too_odd() -> None:
+    for junk in ("", "'", '"', "\\", "=", "=[,", "a=b=c", "~", "++", "--", "-x=", "."):
+        for line in (f"llmx {junk}", f"llmx export {junk}", f"llmx zero={junk}", f"llmx {junk} x"):
+            assert main(["completion", "--answer", "bash", BREAKS, line]) == 0, line
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [(["zshh"], r"bash, zsh, fish.* Did you mean \"zsh\""), ([], "name one shell")],
-)
-def test_unknown_shell(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        run(parse("completion", words))
+def test_unknown_shell() -> None:
+    with pytest.raises(ConfigError, match='bash, zsh, fish.* Did you mean "zsh"'):
+        run(parse("completion", ["zshh"]))
+    with pytest.raises(ConfigError, match="name one shell"):
+        run(parse("completion", []))
 
 
 def test_an_answer_waits_for_no_heavy_library() -> None:
@@ -219,10 +209,8 @@ def test_a_person_presses_tab(shell: str, with_program, tmp_path: Path) -> None:
     screen.wait_for(r"\bready\b")
     for begun, completed in (
         ("llmx optim.sch\tco\t", "llmx optim.schedule=co"),
-        ("llmx repr\t", "llmx reproduce"),
         ("llmx zero_stage=stage3_z\t", "llmx zero_stage=stage3_zeropp"),
         ("python -m llmx data.path=cha\to\t", "python -m llmx data.path=chats/one.jsonl"),
-        ("llmx completion z\t", "llmx completion zsh"),
     ):
         # Between control-A and control-E: the line becomes an argument of echo, which shows it as
         # the shell has it, whatever was drawn meanwhile (zsh takes the space at its end back).
@@ -236,10 +224,8 @@ def test_a_person_presses_tab(shell: str, with_program, tmp_path: Path) -> None:
 def test_fish_lists_what_is_possible(with_program, tmp_path: Path) -> None:
     _needs("fish")
     for line, expected in (
-        ("llmx optim.sch", ["optim.schedule="]),
         ("llmx zero=stage3_z", ["zero=stage3_zeropp"]),
-        ("python -m llmx repr", ["reproduce"]),
-        ("llmx completion ", list(SHELLS)),
+        ("python -m llmx optim.sch", ["optim.schedule="]),
     ):
         said = subprocess.run(
             ["fish", "--no-config", "-c", f"llmx completion fish | source; complete -C '{line}'"],

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
 import typing
 from typing import Any
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmx.config import Experiment, experiment_from_dict, known_keys, to_dict
-from llmx.config.build import _example
 from llmx.errors import ConfigError
 
 WORDS = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), max_size=64)
@@ -46,11 +43,12 @@ def test_values_survive_the_round_trip(lr, seed, stage, columns, tags) -> None:
     assert experiment_from_dict(copy.deepcopy(to_dict(exp))) == exp
 
 
-@pytest.mark.parametrize(("written", "meant"), [("5e8", 500_000_000), (5e8, 500_000_000), ("7", 7)])
-def test_sizes_may_be_written_in_scientific_notation(written, meant) -> None:
-    exp = experiment_from_dict({"zero": {"reduce_bucket_size": written}})
-    assert exp.zero.reduce_bucket_size == meant
-    assert isinstance(exp.zero.reduce_bucket_size, int)
+def test_sizes_may_be_written_in_scientific_notation() -> None:
+    for written, meant in (("5e8", 500_000_000), (5e8, 500_000_000), ("7", 7)):
+        size = experiment_from_dict(
+            {"zero": {"reduce_bucket_size": written}}
+        ).zero.reduce_bucket_size
+        assert (size, type(size)) == (meant, int)
 
 
 def test_every_problem_is_listed_at_once() -> None:
@@ -73,20 +71,16 @@ def test_every_problem_is_listed_at_once() -> None:
         ("optim__betas", 0.9, "=0.9: must be a list. Set e.g. 'optim.betas=[0.9,0.999]'."),
         ("optim__betas", [0.9, 1], "optim.betas[1]=1: must be a number from 0 to below 1."),
         ("optim__betas", [0.9], "optim.betas: must have 2 entries (it has 1)."),
-        ("model__config", [1], "=[1]: must be a mapping. Set e.g. 'model.config={num_hidden_l"),
         ("model__config", {"a": {"b": 10**30}}, "model.config.a.b=1000000"),
         ("model__config", {"a": float("nan")}, "model.config.a=nan: must be a finite number."),
         ("model", "tiny", "model=tiny: must be a mapping with the keys name, kind"),
         ("name", ["a"], "name=[a]: must be text"),
-        ("name", 1.1, "name=1.1: must be text (in quotes where it is read as another type)."),
-        ("launch__env", {"a": 0.5}, "launch.env.a=0.5: must be text"),
         ("launch__env", {True: "a"}, "launch.env: the name true must be text. Quote it."),
         ("name", "a\nb", r"name='a\nb': must be text on one line, without control characters"),
         ("name", "\ud800", r"name='\ud800': must be valid Unicode text"),
         ("run_dir", "x" * 5000, "must have at most 4096 characters (it has 5000)"),
         ("tracking__kinds", ["wandbb"], 'Did you mean "wandb"'),
         ("tracking__kinds", ["csv", "csv"], "tracking.kinds: has csv twice"),
-        ("hardware__hosts", {"a": 8}, "must be a list. Set e.g. 'hardware.hosts=[{name: gpu-1"),
         ("hardware__hosts", [{"slots": 0}], "hosts[0].slots=0: must be a whole number from 1 to"),
         ("launch__env", ["a"], "launch.env=[a]: must be a mapping. Set e.g. 'launch.env={NCCL"),
         ("launch__slurm", {"time_limit": "soon"}, "must be a time as Slurm writes it"),
@@ -130,29 +124,6 @@ def test_every_number_has_a_range_and_every_list_a_length() -> None:
             assert limits.maximum is not None or limits.below is not None, where
         if kinds & {list, dict}:
             assert metadata.get("length"), f"{where}: give it items(...) or mapping(...)"
-
-
-def test_what_a_message_suggests_is_accepted() -> None:
-    """The override in the message itself, read as Hydra reads it."""
-    checked = 0
-    for where, _, metadata in every_field():
-        suggestion = re.fullmatch(r" Set e\.g\. '?(.+?)'?\.", _example(where, metadata))
-        lists = ("hardware.hosts.", "hardware.devices.", "data.sources.", "rollout.servers.")
-        inside_a_list = where.startswith(lists)
-        if suggestion is None or inside_a_list:
-            continue
-        override = OverridesParser.create().parse_override(suggestion[1])
-        assert override.key_or_group == where
-        value = override.value()
-        for part in reversed(where.split(".")):
-            value = {part: value}
-        found = to_dict(experiment_from_dict(value))
-        for part in where.split("."):
-            value, found = value[part], found[part]
-        # Entries of lists and mappings get the defaults of what is not said.
-        assert found == value or isinstance(value, list | dict), suggestion[1]
-        checked += 1
-    assert checked > 80
 
 
 def test_known_keys_are_frozen(golden) -> None:

@@ -1,6 +1,6 @@
 """Every command in README.md and docs/ works: it composes, and its flags and keys are known.
 
-Commands that start a training are planned; those that read a run get one that was planned. Nothing
+What a training is started with is planned; commands that read a run get a planned one. Nothing
 is launched, nothing asks the network. Files that the reader is to have (``chats.jsonl``) are made.
 """
 
@@ -19,6 +19,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override
 
 from llmx.__main__ import main
 from llmx.cli import sweeps
@@ -27,7 +28,7 @@ from llmx.cli.help import ENVIRONMENT
 from llmx.cli.words import parse, split_command
 from llmx.compose.complete import complete
 from llmx.config import OptimConfig, experiment_from_dict
-from llmx.config.groups import CONF
+from llmx.config.groups import CONF, GROUPS, options
 from llmx.config.model_rules import position_limit
 from llmx.config.reference import keys, sections
 from llmx.config.validate import validate
@@ -36,8 +37,8 @@ from llmx.run.sweepdir import load
 from llmx.sweep.best import write_best
 from llmx.train.schedule import lr_at
 from tests import sweepdirs
-from tests.composing import values
-from tests.small_models import small_model
+from tests.composing import composed, values
+from tests.rundirs import TINY_LLAMA
 
 pytestmark = pytest.mark.long
 
@@ -89,9 +90,8 @@ def test_every_experiment_has_a_card() -> None:
     assert set(cards) == {path.stem for path in (CONF / "experiment").glob("*.yaml")}
     for name, card in cards.items():
         assert re.search(rf"^python -m llmx .*experiment={name}\b", card, re.M), name
-        assert re.findall(r"^- \*\*(\w+)\*\*: ", card, re.M) == ["Hardware", "Plan", "Measured"], (
-            name
-        )
+        parts = re.findall(r"^- \*\*(\w+)\*\*: ", card, re.M)
+        assert parts == ["Hardware", "Plan", "Measured"], name
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +129,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place / "b.parquet")
     for name in ("first", "sums"):  # models of earlier commands of the tutorials
         model = place / "outputs" / name / "model"
-        small_model("llama", vocab_size=1088, max_position_embeddings=1024).save_pretrained(model)
-        shutil.copytree(DEMO_DIRECTORY / "tokenizer", model, dirs_exist_ok=True)
+        shutil.copytree(DEMO_DIRECTORY / "tokenizer", model)
+        config = {"model_type": "llama", **TINY_LLAMA, "max_position_embeddings": 1024}
+        (model / "config.json").write_text(json.dumps({"vocab_size": 1088, **config}))
+        (model / "model.safetensors").touch()
     sweepdirs.rates(place / "rates")
     return place
 
@@ -167,9 +169,8 @@ def test_commands_are_found() -> None:
 
 
 def is_many(words: tuple[str, ...]) -> bool:
-    """Whether it plans many trials, which takes seconds. (A pattern needs Hydra to be composed.)"""
-    starts = words[:1] in (("-m",), ("sweep",), ("tune",)) and words[:2] != ("sweep", "resume")
-    return starts and not any("glob(" in word for word in words)
+    """Whether it plans many trials, which takes seconds."""
+    return words[:1] in (("-m",), ("sweep",), ("tune",)) and words[:2] != ("sweep", "resume")
 
 
 EACH = [(page, words) for words, page in {words: page for page, words in reversed(TYPED)}.items()]
@@ -196,41 +197,41 @@ def test_the_command_works(page: str, words: tuple[str, ...], here: Path, capsys
     typed = ["rates" if STAND_FOR_A_SWEEP.fullmatch(word) else word for word in words]
     typed = [STAND_FOR_A_RUN.sub("run", w) if STAND_FOR_A_RUN.fullmatch(w) else w for w in typed]
     typed = [word.replace("~", str(here)).replace("DIR", str(here / "clusters")) for word in typed]
-    command = typed[0] if typed and typed[0] in COMMANDS else "train"
-    rest = typed[1:] if typed and typed[0] in COMMANDS else typed
+    command, rest = split_command(typed, COMMANDS)
     rest = rest[: rest.index("--")] if "--" in rest else rest  # behind it: another program's words
     flags = {word.name for word in COMMANDS[command].words}
-    if command in ("train", "plan", "sweep", "tune"):
-        look = any(word in ("--help", "--version", "--cfg", "--info") for word in rest)
+    if any(word in ("--help", "--version", "--cfg", "--info") for word in rest):
+        assert main(typed) == 0
+    elif command in ("train", "plan", "sweep", "tune"):
         # On the machine of the tests `hardware=local` has no GPU.
         gpus = ["hardware=a100x8"] if "adapter=qlora" in typed else []
-        assert main([*typed, *gpus, *([] if look else ["dry_run=true"])]) == 0, (
-            capsys.readouterr().err
-        )
-        return
-    if COMMANDS[command].own_process and COMMANDS[command].overrides:
-        if "--help" in rest:
-            assert main(typed) == 0
-            return
-        overrides = [*parse(command, rest).overrides]
-        exp, problems = complete(experiment_from_dict(values(overrides)))
-        assert not problems, problems
-        if COMMANDS[command].trains:
-            validate(exp, position_limit=position_limit(exp.model.config))
-        return
-    if command in ("help", "completion") or "--help" in rest:
-        assert command in COMMANDS
+        several = any(re.match(rf"({'|'.join(GROUPS)})=.*,", word) for word in rest)
+        pairs = all(re.match(r"[^-].*=", word) for word in rest)
+        if command in ("train", "plan") and pairs and not several:
+            assert composed([*rest, *gpus]).plan.world_size
+        else:
+            assert main([*typed, *gpus, "dry_run=true"]) == 0, capsys.readouterr().err
+    elif COMMANDS[command].own_process and COMMANDS[command].overrides:
+        composes([*parse(command, rest).overrides], trains=COMMANDS[command].trains)
+    elif command in ("help", "completion"):
         assert main(typed) == 0
-        return
-    for word in rest:
-        if word.startswith("--"):
-            assert word.partition("=")[0] in flags | {"--config-dir"}, f"{page}: {word}"
-    if command in ("resume", "reproduce") and rest:  # else only its name is said
+    elif command in ("resume", "reproduce") and rest:  # else only its name is said
         own = [word for word in rest if f"{word.split('=')[0]}=" in flags]
         kept = [w for w in rest if w not in own or w.startswith(("dry_run", "to_step"))]
         assert main([command, *kept, *["dry_run=true"] * ("dry_run=true" not in kept)]) == 0
     elif command == "status":  # the others that read a run need one that was trained
         assert main([command, *(word for word in rest if word != "--json")]) == 0
+    if command not in ("train", "plan", "sweep", "tune"):
+        given = {word.partition("=")[0] for word in rest if word.startswith("--")}
+        assert given <= flags | {"--config-dir", "--help"}, page
+
+
+def composes(overrides: list[str], *, trains: bool = True) -> None:
+    """They make a config without a problem, and one that can be trained."""
+    exp, problems = complete(experiment_from_dict(values(overrides)))
+    assert not problems, problems
+    if trains:
+        validate(exp, position_limit=position_limit(exp.model.config))
 
 
 @pytest.mark.parametrize(("page", "words"), MANY, ids=map(name, MANY))
@@ -248,16 +249,19 @@ def test_the_first_of_many_trials_composes(
     overrides = OverridesParser.create().parse_overrides(
         [word for word in typed if not word.startswith("-")]
     )
+
+    def first_of(each: Override) -> str:
+        value = each.value()
+        if isinstance(value, Glob):
+            return value.filter(list(options(each.key_or_group)))[0]
+        return next(each.sweep_string_iterator())
+
     first = [
-        f"{each.key_or_group}={next(each.sweep_string_iterator())}"
-        if each.is_sweep_override()
-        else each.input_line
+        f"{each.key_or_group}={first_of(each)}" if each.is_sweep_override() else each.input_line
         for each in overrides
     ]
     assert first != [each.input_line for each in overrides] or words[0] == "tune"
-    exp, problems = complete(experiment_from_dict(values(first)))
-    assert not problems, problems
-    validate(exp, position_limit=position_limit(exp.model.config))
+    composes(first)
 
 
 def test_links_go_somewhere() -> None:

@@ -50,66 +50,52 @@ def refused(llmx, *words: str, code: int = 2) -> str:
     [
         (["data.seq_len=2"], "data.seq_len=2: too short for a question with its answer"),
         (["data=file"], "data.path has no value yet, and this choice needs one: set data.path=..."),
-        (["plan", "status"], "status: is not key=value. A command comes first"),
+        (["-m", "seed=1,2,"], "seed=1,2,: cannot be read. Nothing follows the comma at its end"),
+        (["data", "task.options.dtf=true"], 'Did you mean "dft"?'),
+        (["plan", "--package", "all", "--cfg"], "--package all: the config has no such part"),
+        (["optim.lr", "=", "1e-4"], "optim.lr: is not key=value. Write optim.lr=VALUE, without spaces."),
+        (["help", "zero=" + LONG], "...: the name is too long for a file. Use a shorter one."),
+        (["status", LONG], "...: the name is too long for a file. Use a shorter one."),
+        (["model=hf", f"model.path=./{LONG}"], "...: no such file or directory"),
+        ([f"run_dir={LONG}"], ": cannot be written (File name too long). Set"),
+        (["model.name=${oc.env:NOT_SET}", "seed=${oc.env:NOR_THAT}"], "seed: asks for"),
         (["sweep", "zero_x"], 'Did you mean "zero_x_micro_batch"?'),
         (["reproduce", "nowhere"], "no such directory"),
-        (["-m", "seed=1,2,"], "seed=1,2,: cannot be read. Nothing follows the comma at its end"),
         (["name=${nope}"], "name: ${nope} names no key of the config."),
         (["name=${oc.env:NOT_SET_ANYWHERE}"], "environment variable NOT_SET_ANYWHERE, which is not set"),
         (["name=${a:b}"], "there is no ${a:...}"),
         (["name=${name}"], "leads back to the key itself"),
-        (["name=\ud800"], "is not valid UTF-8 text"),
         (["run_dir=/dev/null/x"], "run_dir=/dev/null/x: cannot be written (Not a directory)."),
         (["data", "-m", "seed=1,2"], "data: takes one config"),
         (["data", "data.packing=concat"], "data.packing=concat: would cut completions"),
-        (["data", "task.options.dtf=true"], 'Did you mean "dft"?'),
         (["reproduce", "~nobody.x"], "a path begins with ~ and a name that no user"),
         (["model=tiny", "model.path=a/b"], "has no effect with the chosen model, which starts from random weights. Set model=hf;"),
         (["model.path=./nowhere"], "no such file or directory"),
         (["hardware=local", "hardware.hosts=[{name: a}]"], "Set hardware=static; or leave it out."),
-        (["optim.lr", "=", "1e-4"], "optim.lr: is not key=value. Write optim.lr=VALUE, without spaces."),
         (["tokenizer.vocab_size=900"], "has no effect on a training."),
         (["model.resolved.vocab_size=900"], "has no effect as a word: llmx fills it in"),
         (["launch.slurm.partition=a"], "Set launch=slurm;"),
-        (["plan", "--package", "all", "--cfg"], "--package all: the config has no such part"),
-        (["++model.name=a/b/c"], "must not contain a slash"),
+        (["++model.name=../../../a"], "must not contain a slash"),
         (["hydra/sweeper=gird"], 'Did you mean "grid"? Options of hydra/sweeper: basic, grid'),
         (["task.kind=${oc.env:NOT_SET_ANYWHERE}", "seed=3"], "or set task.kind=..."),
-        (["model.name=${oc.env:NOT_SET}", "seed=${oc.env:NOR_THAT}"], "seed: asks for"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(llmx, words, message) -> None:
     hardware = [] if any("hardware" in word for word in words) else ["hardware=cpu2"]
-    plan = [] if words[0] in ("trian", "sweep", "reproduce", "plan", "data") else ["plan"]
+    plan = [] if words[0] in ("sweep", "reproduce", "data", "plan", "help", "status") else ["plan"]
     assert message in refused(llmx, *plan, *words, *(hardware if plan else []))
 
 
 @pytest.mark.parametrize(
     "words",
-    [["zero=3"], ["zero_stage=3"], ["experiment=null"], ["~experiment"], ["+optim.lr=1e-3"],
-     ["~optim.lr"], ["zero=1", "zero=2"], ["optim.betas.0=0.5"], ["++launch.env.NCCL_DEBUG=INFO"]],
+    [["experiment=null"], ["~experiment"], ["+optim.lr=1e-3", "optim.betas.0=0.5"],
+     ["~optim.lr", "++launch.env.NCCL_DEBUG=INFO"], ["zero=1", "zero=2"]],
 )  # fmt: skip
 def test_what_is_meant_is_done(llmx, words) -> None:
     code, out, err = llmx("plan", "hardware=cpu2", *words)
     assert (code, err) == (0, "")
     if words[0].startswith("zero"):
         assert f"stage {words[-1][-1]}" in out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["plan", "zero=" + LONG], r"^/.*\.\.\.: {}"),
-        (["help", "zero=" + LONG], r"^/.*\.\.\.: {}"),
-        (["status", LONG], r"^/.*\.\.\.: {}"),
-        (["plan", "model=hf", f"model.path=./{LONG}"], r"^model\.path=\./x+(\.\.\.)?: no such file or directory"),
-        (["plan", f"run_dir={LONG}"], r"^run_dir=/.*: cannot be written \(File name too long\)\. Set"),
-    ],
-)  # fmt: skip
-def test_a_name_that_is_too_long_for_a_file(llmx, words, message) -> None:
-    rule = r"the name is too long for a file\. Use a shorter one\.$"
-    said = refused(llmx, *words)
-    assert re.search(message.format(rule), said), said
 
 
 def test_a_tilde_needs_no_quotes(llmx, monkeypatch) -> None:
@@ -130,7 +116,6 @@ def test_all_wrong_keys_are_listed(llmx) -> None:
 
 
 def test_a_working_directory_that_is_gone(llmx, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
     (gone := tmp_path / "gone").mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
@@ -153,17 +138,6 @@ def test_what_hydra_prints(llmx) -> None:
     assert "hardware/local" in done.stdout, done.stderr
 
 
-def test_an_own_run_dir_and_cluster_leave_no_other_directory(llmx) -> None:
-    write(
-        "hardware/lab.yaml",
-        "# Lab.\nname: lab\nhosts:\n"
-        "  - {name: gpu-1, address: 10.9.0.1, slots: 2, device: a100_80g, ssh_port: 2222}\n",
-    )
-    code, out, _ = llmx("plan", "--config-dir", "own", "hardware=lab", "run_dir=mine")
-    assert (code, "10.9.0.1:2222" in out) == (0, True)
-    assert {path.name for path in Path().iterdir()} == {"mine", "own"}
-
-
 def write(name: str, content: bytes | str) -> Path:
     path = Path("own") / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -171,11 +145,10 @@ def write(name: str, content: bytes | str) -> Path:
     return path.absolute()
 
 
-@pytest.mark.parametrize("word", ["optim=mine", "experiment=mine"])
-def test_a_file_of_ones_own_is_named_with_its_line(llmx, word) -> None:
+def test_a_file_of_ones_own_is_named_with_its_line(llmx) -> None:
     path = write("optim/mine.yaml", OPTIM + "lr: 1\n")
     write("experiment/mine.yaml", "# @package _global_\ndefaults:\n  - override /optim: mine\n")
-    said = refused(llmx, "plan", "hardware=cpu2", "--config-dir", "own", word)
+    said = refused(llmx, "plan", "hardware=cpu2", "--config-dir", "own", "experiment=mine")
     assert said == f"{path}, line 4: lr is set twice (first in line 2). Leave one."
 
 
@@ -188,30 +161,28 @@ def test_aliases_of_aliases_do_not_hang(llmx) -> None:
     assert said == f"{path}: has more than 100000 values. Use fewer aliases (*)."
 
 
-@pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        (
-            "zero: stage1",
-            "a group of the config is chosen by override. Write - override /zero: stage1.",
-        ),
+def test_a_file_chooses_one_option(llmx) -> None:
+    for choice, message in (
         ("override /data: [demo, file]", "data takes one option; of several, Hydra keeps the"),
         (
             "/zero: []",
-            "a group of the config is chosen by override. Write - override /zero: OPTION.",
+            "a group of the config is chosen by override. Write - override /zero: OPTION",
         ),
-    ],
-)
-def test_what_a_file_chooses_is_checked(llmx, choice, message) -> None:
-    path = write("experiment/mine.yaml", f"# @package _global_\ndefaults:\n  - {choice}\n")
-    said = refused(llmx, "plan", "--config-dir", "own", "experiment=mine")
-    assert said.startswith(f"{path}, line 3: {message}")
+    ):
+        path = write("experiment/mine.yaml", f"# @package _global_\ndefaults:\n  - {choice}\n")
+        said = refused(llmx, "plan", "--config-dir", "own", "experiment=mine")
+        assert said.startswith(f"{path}, line 3: {message}")
 
 
-def test_files_that_nobody_chose_do_not_matter(llmx) -> None:
+def test_files_that_nobody_chose_do_not_matter_and_no_other_directory_is_left(llmx) -> None:
     write("optim/broken.yaml", "a: [\n")
     write("optim/mine.yaml", OPTIM)
-    assert llmx("plan", "hardware=cpu2", "--config-dir", "own", "optim=mine")[0] == 0
+    lab = "{name: gpu-1, address: 10.9.0.1, slots: 2, device: a100_80g, ssh_port: 2222}"
+    write("hardware/lab.yaml", f"# Lab.\nname: lab\nhosts: [{lab}]\n")
+    words = ("--config-dir", "own", "optim=mine", "hardware=lab", "run_dir=mine")
+    code, out, _ = llmx("plan", *words)
+    assert (code, "10.9.0.1:2222" in out) == (0, True)
+    assert {path.name for path in Path().iterdir()} == {"mine", "own"}
 
 
 def test_exit_codes_are_documented(llmx) -> None:
@@ -235,10 +206,9 @@ def test_a_mistake_removes_the_directories_that_it_made_and_no_other(
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    for outputs in ("..", ".", "../new/outputs", "outputs"):
+    for outputs in ("..", "../new/outputs", "outputs"):
         monkeypatch.setenv("LLMX_OUTPUTS", outputs)
         assert "zero.stage" in refused(llmx, "plan", "zero.stage=9")
-        assert "slash" in refused(llmx, "plan", "model.name=../../../a")
         # Found when the run has its directory.
         assert "too short" in refused(llmx, "hardware=cpu2", "data.seq_len=2")
     (tmp_path / "empty").mkdir()
@@ -260,11 +230,8 @@ def test_a_plan_in_a_directory_of_the_users_removes_nothing(llmx, tmp_path) -> N
     assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("word", "adapter"),
-    [("vocab_size=many", "lora"), ("hidden_size=0", "qlora"), ("num_attention_heads=0", "lora")],
-)
-def test_names_are_not_looked_up_in_a_network_that_cannot_be_built(llmx, word, adapter) -> None:
-    code, _, said = llmx("plan", "hardware=cpu2", f"model.config.{word}", f"adapter={adapter}")
-    assert code == 2
-    assert f"model.config.{word}: must be a whole number" in said
+def test_names_are_not_looked_up_in_a_network_that_cannot_be_built(llmx) -> None:
+    for word, adapter in (("vocab_size=many", "lora"), ("hidden_size=0", "qlora")):
+        code, _, said = llmx("plan", "hardware=cpu2", f"model.config.{word}", f"adapter={adapter}")
+        assert code == 2
+        assert f"model.config.{word}: must be a whole number" in said

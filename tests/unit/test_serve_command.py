@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llmx.cli.main import run_here
 from llmx.cli.serve import LORA_RANKS, printed, vllm_command
 from llmx.cli.target import find_target
 from llmx.errors import ConfigError
@@ -75,12 +74,8 @@ def test_as_few_gpus_as_hold_the_weights_and_share_the_heads(tmp_path: Path) -> 
     old = tmp_path / "gpt2"
     old.mkdir()
     (old / "config.json").write_text('{"n_positions": 1024, "n_head": 12}')
-    assert words(old, shared_by=4)[-4:] == [
-        "--max-model-len",
-        "1024",
-        "--tensor-parallel-size",
-        "4",
-    ]
+    assert words(old, shared_by=4)[-4::2] == ["--max-model-len", "--tensor-parallel-size"]
+    assert words(old, shared_by=4)[-3::2] == ["1024", "4"]
     with pytest.raises(ConfigError, match="12 attention heads cannot be shared out evenly. Set"):
         words(model, shared_by=5)
 
@@ -128,9 +123,3 @@ def test_it_is_printed_and_becomes_vllm_where_that_is(run: RunDir, tmp_path: Pat
     assert found.returncode == 7
     wanted = [*words(run.root)[1:], "--host", "127.0.0.1", "--port", "8001"]
     assert found.stdout.splitlines()[-len(wanted) :] == [f"<{word}>" for word in wanted]
-
-
-def test_a_classifier_is_refused(tmp_path: Path, capsys: Any) -> None:
-    model = write_model(tmp_path / "judge", architectures=["LlamaForSequenceClassification"])
-    assert run_here("serve", [str(model)]) == 2
-    assert "which generates no text" in capsys.readouterr().err

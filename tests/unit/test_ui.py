@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -20,11 +18,9 @@ from llmx.errors import ConfigError
 from llmx.observe.ui import Server, Views
 from llmx.run.rundir import RunDir, write_json, write_text
 from tests import sweepdirs, tracked_run
-from tests.chromium import DESK, PHONE, Browser
+from tests.chromium import PHONE, Browser
 
-LONG_NAME = (
-    "a-run-of-a-model-with-a-name-that-is-90-characters-long-and-ends-with-what-differs-seed-7"
-)
+LONG_NAME = "a-run-with-a-name-that-is-70-characters-long-and-ends-with-what-differs"
 
 
 def write_finished(root: Path) -> RunDir:
@@ -52,22 +48,14 @@ def outputs(tmp_path: Path) -> Path:
     return base
 
 
-@contextlib.contextmanager
-def serving(directory: Path) -> Iterator[Server]:
-    with Server(directory) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 @pytest.fixture
 def server(outputs: Path) -> Iterator[Server]:
-    with serving(outputs) as server:
+    with Server(outputs) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
         yield server
+        server.shutdown()
+        thread.join()
 
 
 def get(server: Server, path: str) -> http.client.HTTPResponse:
@@ -125,9 +113,8 @@ def test_two_runs_are_drawn_together_and_compared(outputs: Path) -> None:
     assert content["order"][:2] == ["Curves", "Difference of config"]
     rows = content["sections"]["Difference of outcome"][0]["table"]["rows"]
     assert next(row for row in rows if row[0] == "train loss")[1].startswith("4.7")
-    three = Views(outputs).view({"run": ["done", "going", "sweeps/rates/0_optim.lr-1e-4"]})
-    assert (three["title"], three["order"]) == ("3 runs", ["Curves"])
     empty = Views(outputs).view({"run": ["done", LONG_NAME, "going"]})
+    assert empty["title"] == "3 runs"
     (said,) = empty["sections"]["Not drawn"]
     assert said["text"].endswith(f"no curve is drawn: {LONG_NAME}")
 
@@ -139,14 +126,14 @@ def test_a_sweep_links_to_its_runs(outputs: Path) -> None:
     assert first == {"text": "3_optim.lr-3e-3", "href": href}
 
 
-@pytest.mark.parametrize("name", ["..", "../elsewhere", "/etc", "sweeps", "nothing", "link"])
-def test_nothing_outside_of_the_directory_is_shown(outputs: Path, name: str) -> None:
+def test_nothing_outside_of_the_directory_is_shown(outputs: Path) -> None:
     write_finished(outputs.parent / "elsewhere")
     (outputs / "link").symlink_to(outputs.parent / "elsewhere")
-    for query in ({"run": [name]}, {"sweep": [name]}, {"run": [name, "done"]}):
-        content = Views(outputs).view(query)
-        assert "there is no such run or sweep" in content["title"]
-        assert content["sections"] == {}
+    for name in ("..", "../elsewhere", "/etc", "sweeps", "nothing", "link"):
+        for query in ({"run": [name]}, {"sweep": [name]}, {"run": [name, "done"]}):
+            content = Views(outputs).view(query)
+            assert "there is no such run or sweep" in content["title"], query
+            assert content["sections"] == {}, query
 
 
 @pytest.mark.parametrize("name", ["logs/x.log", "samples.json", "history/001/changes.json"])
@@ -198,21 +185,15 @@ def test_only_what_is_new_is_sent(server: Server, outputs: Path) -> None:
     assert "charts" not in curve
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("me@node-a:outputs", "ssh -t -L 8170:localhost:8170 me@node-a python -m llmx ui"),
-        ("OUTPUTS/nothing", "no such directory"),
-        ("OUTPUTS --port PORT", "127.0.0.1:PORT: cannot listen there (Address already in use)"),
-    ],
-)
-def test_what_cannot_be_shown_is_refused(
-    outputs: Path, server: Server, capsys, words: str, says: str
-) -> None:
+def test_what_cannot_be_shown_is_refused(outputs: Path, server: Server, capsys) -> None:
     port = str(server.server_address[1])
-    typed = words.replace("OUTPUTS", str(outputs)).replace("PORT", port).split()
-    assert run_here("ui", typed) == ConfigError.exit_code
-    assert says.replace("PORT", port) in capsys.readouterr().err
+    for words, says in (
+        (["me@node-a:outputs"], "ssh -t -L 8170:localhost:8170 me@node-a python -m llmx ui"),
+        ([f"{outputs}/nothing"], "no such directory"),
+        ([str(outputs), "--port", port], f"{port}: cannot listen there (Address already in use)"),
+    ):
+        assert run_here("ui", words) == ConfigError.exit_code
+        assert says in capsys.readouterr().err
 
 
 # --- In a browser ----------------------------------------------------------------------------
@@ -233,8 +214,7 @@ def test_the_page_is_live(browser: Browser, server: Server, outputs: Path) -> No
     browser.evaluate(f"{opened} = true")
     tracked_run.append(RunDir(outputs / "going"), [tracked_run.train_line(12)])
     steps = "charts.values().next().value.plot.data[0]"
-    seconds = browser.wait(f"{steps}.at(-1) == 12")
-    print(f"a logged step is drawn after {seconds:.2f} s")
+    browser.wait(f"{steps}.at(-1) == 12")
     browser.wait("document.body.innerText.includes('steps 2 → 12')")
     assert browser.evaluate(opened), "what has not changed stays as it was left"
     browser.evaluate("location.hash = 'run=done&log=rank-000.log'")
@@ -311,22 +291,3 @@ def test_the_table_is_sorted_and_shows_what_is_chosen(browser: Browser, server: 
     browser.evaluate(f"{box}.querySelector('input').click()")
     browser.wait("!document.querySelector('td.of-hosts')")
     assert browser.errors == []
-
-
-def test_a_thousand_runs_are_listed(browser: Browser, tmp_path: Path) -> None:
-    first = write_finished(tmp_path / "many" / "run-0")
-    for number in range(1, 1000):
-        root = tmp_path / "many" / f"run-{number}"
-        root.mkdir()
-        for path in (first.config, first.plan, first.metrics, first.result):
-            (root / path.name).hardlink_to(path)
-    with serving(tmp_path / "many") as server:
-        browser.open(server.url, width=DESK)
-        browser.wait("document.querySelectorAll('tbody tr').length == 1000")
-        browser.evaluate(
-            "(() => { const filter = document.querySelector('input[type=search]');"
-            " filter.value = 'run-77 finished'; filter.dispatchEvent(new Event('input')); })()"
-        )
-        browser.wait("document.querySelectorAll('tbody tr').length == 11")
-        assert browser.errors == []
-    shutil.rmtree(tmp_path / "many")
