@@ -43,13 +43,14 @@ ROOT = Path(__file__).parents[2]
 
 PARTS = {
     # name: (module:function, title)
-    "kernels": ("kernels:kernels", "Versions, matrix products, memory"),
+    "kernels": ("kernels:kernels", "Versions, matrix products, attention kernels"),
     "paths": ("training:paths", "Six steps of every kind of run, against a CPU's losses"),
     "rl": ("training:rl", "GRPO on a network of 0.6B, 64 rows of 512 tokens"),
     "mfu": ("training:mfu", "Speed and memory of pretraining at 4096 tokens"),
     "resume": ("training:resume", "Resume, bit for bit; fp16 with a dynamic loss scale"),
     "server": ("training:server", "A rollout server beside the rank"),
     "packed": ("training:packed", "SFT, packed and padded"),
+    "waits": ("training:waits", "Waiting for the GPU, by phase"),
     "saves": ("training:saves", "Saving in the background"),
     "several_gpus": ("training:several_gpus", "Several GPUs"),
 }

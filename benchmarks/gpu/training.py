@@ -7,9 +7,13 @@ import os
 import re
 import shutil
 import socket
+import sys
 import time
 import traceback
+import warnings
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,18 +93,27 @@ def paths(context: Context) -> Iterator[Measure]:
 
 
 def rl(context: Context) -> Iterator[Measure]:
-    """GRPO: tokens/s, and the peak against the plan's."""
-    run = train(context, "rl", *_grpo(context, steps=4), before=_note_drawn)
-    drawn = sorted(run.json("rank.json")["_drawn"])
-    rows, tokens = _completions(context)
-    yield Measure("a step", run.steady("step_time_s"), "s")
-    yield Measure("generation", rows * tokens / drawn[len(drawn) // 2], "tokens/s")
-    yield from _memory(context, run, "GRPO")
+    """GRPO with and without cuDNN's attention: tokens/s, and the peak against the plan's."""
+    for title, allowed in {"with cuDNN": True, "without cuDNN": False}.items():
+        if title in context.known:
+            continue
+        before = partial(_choose_cudnn, allowed)
+        run = train(context, _slug(f"rl {title}"), *_grpo(context, steps=4), before=before)
+        drawn = sorted(run.json("rank.json")["_drawn"])
+        rows, tokens = _completions(context)
+        yield Measure(title, run.steady("step_time_s"), "s a step")
+        yield Measure(f"{title}: generation", rows * tokens / drawn[len(drawn) // 2], "tokens/s")
+        yield from _memory(context, run, title)
 
 
-def _note_drawn(launch: Any) -> None:
+def _choose_cudnn(allowed: bool, launch: Any) -> None:
+    """Generate with cuDNN's attention or without, whatever llmx would choose; note the seconds."""
+    import torch
+
     import llmx.train.rollout
 
+    torch.backends.cuda.enable_cudnn_sdp(allowed)
+    torch.backends.cuda.enable_cudnn_sdp = lambda _: None
     _noted(launch, "rank.json", llmx.train.rollout, "_drawn")
 
 
@@ -343,6 +356,92 @@ def _with_server(launch: Any) -> None:
             os._exit(1)
     _noted(launch, "rank.json", client, "gather", "pack")
     _noted(launch, "put.json", client.Connection, "request")
+
+
+def waits(context: Context) -> Iterator[Measure]:
+    """Where a step between two logged ones waits for the GPU: by phase, and by line of code."""
+    steps, quiet = (6, 2) if context.pretend else (14, 10)
+    few = (f"task.steps={steps}", f"task.log_every_steps={steps}")
+    sft = ("model=tiny", *ROWS, *QUICK, *SMALL, *few)
+    grpo = (*_grpo(context, steps=steps), *few, "task.options.max_new_tokens=8")
+    runs: dict[str, tuple[str, ...]] = {
+        "stage1": (*sft, "zero=stage1"),
+        "stage2": (*sft, "zero=stage2"),
+        "stage3": (*sft, "zero=stage3"),
+        "grpo, stage 2": grpo,
+        "grpo, stage 3": (*grpo, "zero=stage3"),
+        "grpo, server": grpo,
+    }
+    for title, words in runs.items():
+        before = partial(_count_waits, title.endswith("server"), steps)
+        run = train(context, _slug(f"waits {title}"), *words, before=before)
+        found = run.json(WAITS) if context.cuda else {}
+        phases = Counter(step=0)
+        for place, count in found.items():
+            phases[place.split()[0]] += count
+        for phase, count in phases.items():
+            yield Measure(f"{title}: waits in {phase}", count / quiet, "a step")
+        ours = sum(count for place, count in found.items() if "llmx/" in place)
+        if "grpo" not in title:
+            yield at_most(f"{title}: waits of llmx", ours / quiet, 0.1, "a step")
+        for place, count in sorted(found.items(), key=lambda item: -item[1])[:4]:
+            yield Measure(f"{title}: {place}", count / quiet, "a step")
+
+
+WAITS = "waits.json"
+"""File of a run directory: phase and line of code -> waits for the GPU."""
+
+
+def _count_waits(with_server: bool, steps: int, launch: Any) -> None:
+    """Count what torch's debug mode of synchronisations warns of, from after step 3 to before the
+    last one, where no line is logged."""
+    if with_server:
+        _with_server(launch)
+    import torch
+
+    from llmx.train.status import RankStatus
+
+    counts: Counter[str] = Counter()
+    at_step, shown = RankStatus.at_step, warnings.showwarning
+
+    def count(message: Any, _category: Any, file: str, line: int, *_: Any) -> None:
+        if "synchroniz" in str(message):
+            counts[f"{_phase()} {'/'.join(Path(file).parts[-3:])}:{line}"] += 1
+
+    def watched(status: RankStatus, step: int) -> None:
+        if step == 3:
+            warnings.simplefilter("always")
+            warnings.showwarning = count
+            torch.cuda.set_sync_debug_mode("warn")
+        elif step == steps - 1:
+            torch.cuda.set_sync_debug_mode("default")
+            warnings.showwarning = shown
+            (launch.run_dir.root / WAITS).write_text(json.dumps(counts), encoding="utf-8")
+        at_step(status, step)
+
+    if torch.cuda.is_available():
+        RankStatus.at_step = watched  # type: ignore[method-assign]
+
+
+def _phase() -> str:
+    """Of what the stack is in: the innermost frame that tells."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        place = f"{frame.f_code.co_filename}:{frame.f_code.co_name}"
+        for part, phase in PHASES.items():
+            if part in place:
+                return phase
+        frame = frame.f_back
+    return "step"
+
+
+PHASES = {
+    "llmx/rollout/": "push",
+    "llmx/models/decode.py:_prefill": "prefill",
+    "llmx/models/decode.py:_decode": "token",
+    "llmx/train/rollout.py": "rollout",
+}
+"""Parts of FILE:FUNCTION; what is in none of them is the step itself."""
 
 
 def several_gpus(context: Context) -> Iterator[Measure]:
