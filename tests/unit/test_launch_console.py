@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from llmx.launch.agents.agent import REPLACED, STREAMED
-from llmx.launch.supervision.console import Console, train_line
+from llmx.launch.supervision.console import Console
 from llmx.launch.supervision.finalize import is_llmx_error, restarts_line, shorten_traceback
 from llmx.launch.supervision.tail import LineReader, apply_update
 from llmx.run.rundir import RunDir
@@ -72,14 +72,10 @@ def test_updates_of_private_disks(tmp_path: Path) -> None:
         for data in (b"{}", b'{"state": "x"}'):
             update(run_dir, "replace", path, data)
         assert json.loads((tmp_path / path).read_text()) == {"state": "x"}
-
-
-@pytest.mark.parametrize(
-    "path", ["../x", "/etc/passwd", "logs/../../x", "config.yaml", "logs/rank-1.log/../x", "ds_env"]
-)
-def test_a_host_cannot_write_anything_else(path: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not a file that ranks write"):
-        update(RunDir(tmp_path), "append", path, b"x")
+    # A host cannot write anything else.
+    for path in ("../x", "/etc/passwd", "logs/../../x", "config.yaml", "logs/rank-1.log/../x"):
+        with pytest.raises(ValueError, match="not a file that ranks write"):
+            update(run_dir, "append", path, b"x")
 
 
 def test_a_terminal_that_cannot_print_it() -> None:
@@ -90,7 +86,7 @@ def test_a_terminal_that_cannot_print_it() -> None:
     assert stream.read() == "  question: ?? ?\n"
 
 
-@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+@pytest.mark.parametrize("columns", [40, 80, 200])
 def test_a_narrow_terminal_drops_fields_and_keeps_the_step(
     columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,9 +146,9 @@ def test_plain_lines() -> None:
     lines = console_lines(
         {"kind": "start", "total_steps": 600, "metrics": tracked_run.DECLARED},
         {"kind": "eval", "step": 0, "loss": 6.5, "exact_match": None},
-        TRAIN,
+        {**TRAIN, "loss_mean": 3.2},  # an interval of one step has no other mean
         {**TRAIN, "step": 20, "time": 101.0, "loss": None, "mfu": None, "idle_share": 0.31},
-        {**TRAIN, "step": 30, "time": 102.0, "idle_share": 0.02},
+        {**TRAIN, "step": 30, "time": 102.0, "idle_share": 0.02, "loss_mean": 3.3},
         {"kind": "eval", "step": 600, "loss": 1.1, "exact_match": 0.97},
         {"kind": "end", "step": 600},
     )
@@ -160,7 +156,8 @@ def test_plain_lines() -> None:
         "eval at step 0:  loss 6.5000",
         "step  10/600  loss 3.2000  lr 1.0e-03  grad 0.90  40,960 tok/s  mfu 31.2 %",
         "step  20/600  loss not finite  lr 1.0e-03  grad 0.90  40,960 tok/s  idle 31 %  left 0:58",
-        "step  30/600  loss 3.2000  lr 1.0e-03  grad 0.90  40,960 tok/s  mfu 31.2 %  left 0:57",
+        "step  30/600  loss 3.2000  mean 3.3000  lr 1.0e-03  grad 0.90  40,960 tok/s  mfu 31.2 %  "
+        "left 0:57",
         "eval at step 600:  loss 1.1000  exact match 97.0 %",
     ]
 
@@ -174,14 +171,6 @@ def test_a_pause_is_no_pace() -> None:
         console.record({"kind": "train", "step": step, "time": time, "loss": 1.0})
     left = [line.partition("left ")[2] for line in stream.getvalue().splitlines()]
     assert left == ["", "1:38", "", "1:36"]
-
-
-def test_the_mean_of_the_interval_stands_beside_the_loss_of_the_step() -> None:
-    record = {"step": 20, "loss": 1.5, "loss_mean": 2.25, "lr": 1e-3}
-    # An interval of one step has no other mean.
-    for mean, words in ((2.25, "loss 1.5000  mean 2.2500"), (1.5, "loss 1.5000")):
-        line = train_line({**record, "loss_mean": mean}, total=40, left_s=None)
-        assert line == f"step 20/40  {words}  lr 1.0e-03"
 
 
 def test_rank_0_without_the_noise() -> None:
@@ -228,19 +217,13 @@ def test_a_long_traceback_keeps_its_root() -> None:
     assert len(lines) < 45
 
 
-@pytest.mark.parametrize(
-    ("cause", "error", "is_ours"),
-    [
-        ("", "llmx.errors.ConfigError: seq_len=1\nmore lines", True),
-        ("json.decoder.JSONDecodeError: no", "llmx.data.source.records.RecordError: line 2", True),
-        ("", "ValueError: llmx.errors.ConfigError: quoted", False),
-        ("llmx.errors.DataError: x", "KeyError: 3", False),
-    ],
-)
-def test_an_error_written_for_the_user_needs_no_traceback(
-    cause: str, error: str, is_ours: bool
-) -> None:
+def test_an_error_written_for_the_user_needs_no_traceback() -> None:
     head = f'{HEAD}  File "a.py", line 1, in x\n'
     link = "\n\nDuring handling of the above exception, another exception occurred:\n\n"
-    before = f"{head}{cause}{link}" if cause else ""
-    assert is_llmx_error(f"{before}{head}{error}") is is_ours
+    record = (
+        f"{head}json.decoder.JSONDecodeError: no{link}{head}llmx.data.source.records.RecordError"
+    )
+    assert is_llmx_error(f"{head}llmx.errors.ConfigError: seq_len=1\nmore lines")
+    assert is_llmx_error(f"{record}: line 2")
+    assert not is_llmx_error(f"{head}ValueError: llmx.errors.ConfigError: quoted")
+    assert not is_llmx_error(f"{head}llmx.errors.DataError: x{link}{head}KeyError: 3")

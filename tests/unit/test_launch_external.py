@@ -20,27 +20,17 @@ from llmx.run.rundir import RunDir
 from llmx.run.snapshot import run_id, run_token
 
 
-@pytest.mark.parametrize(("rank", "world"), PLACES)
-def test_one_of_several_processes_is_refused(rank: str, world: str) -> None:
-    with pytest.raises(ConfigError, match=f"{rank}=1 {world}=4: .* started 4 of these processes"):
-        refuse_several({rank: "1", world: "4"})
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        {"RANK": "0", "WORLD_SIZE": "1"},
-        {"WORLD_SIZE": "4"},
-        # A batch script of Slurm is one process, whatever the job's tasks are.
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"},
-    ],
-)
-def test_a_single_process_is_not_refused(environ: dict[str, str]) -> None:
-    refuse_several(environ)
-    with pytest.raises(ConfigError, match="WORLD_SIZE=2"):
-        refuse_several({**environ, "RANK": "0", "WORLD_SIZE": "2"})
+def test_one_of_several_processes_is_refused() -> None:
+    for rank, world in PLACES:
+        with pytest.raises(ConfigError, match=f"{rank}=1 {world}=4: .* started 4 of these"):
+            refuse_several({rank: "1", world: "4"})
+    # A batch script of Slurm is one process, whatever the job's tasks are.
+    job = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    one = {"RANK": "0", "WORLD_SIZE": "1"}
+    for environ in ({}, one, {"WORLD_SIZE": "4"}, job, {**job, "SLURM_STEP_NUM_TASKS": "1"}):
+        refuse_several(environ)
+        with pytest.raises(ConfigError, match="WORLD_SIZE=2"):
+            refuse_several({**environ, "RANK": "0", "WORLD_SIZE": "2"})
 
 
 def test_commands_that_start_ranks_are_refused_before_anything_else(
@@ -69,11 +59,9 @@ def test_the_place_of_a_process_is_read_from_its_starter(
     complete_place(environ)
     place = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": local_rank}
     assert place.items() <= environ.items()
-
-
-def test_a_missing_address_is_named() -> None:
+    del environ["MASTER_ADDR"], environ["MASTER_PORT"]
     with pytest.raises(ConfigError, match="MASTER_ADDR, MASTER_PORT not set"):
-        complete_place({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"})
+        complete_place(environ)
 
 
 def hosts_of(
@@ -91,6 +79,8 @@ def hosts_of(
 
 
 def test_hosts_are_those_of_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="no other program started this process"):
+        hardware_of_processes(HardwareConfig(), environ={})
     hosts = hosts_of(monkeypatch, ("node-b", 0), ("node-b", 1), ("node-a", 0))
     assert hosts == [("node-b", 2, "cpu"), ("node-a", 1, "cpu")]
     # Not in blocks; two machines of one name.
@@ -98,11 +88,6 @@ def test_hosts_are_those_of_the_processes(monkeypatch: pytest.MonkeyPatch) -> No
         hosts_of(monkeypatch, ("node-a", 0), ("node-b", 0), ("node-a", 1))
     with pytest.raises(ConfigError, match="rank 1 on trainer has LOCAL_RANK=0, expected 1"):
         hosts_of(monkeypatch, ("trainer", 0), ("trainer", 0))
-
-
-def test_nothing_started_this_process() -> None:
-    with pytest.raises(ConfigError, match="no other program started this process"):
-        hardware_of_processes(HardwareConfig(), environ={})
 
 
 def test_the_token_of_the_run_is_not_in_the_store(

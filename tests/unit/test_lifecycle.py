@@ -71,11 +71,25 @@ def composed(tmp_path: Path, rows: list[Any], kind: str = "sft", **groups: Any) 
     return plan_experiment(exp, is_checked=True)
 
 
+@pytest.fixture
+def asked_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What a process of its own would say is said in this one, which has imported torch."""
+
+    def ask(program: str, request: str, *, timeout_s: float, python_path: Any = ()) -> Any:
+        from llmx.tasks.first_rows import main
+
+        file, answer = tmp_path / "request", tmp_path / "answer.json"
+        file.write_text(request)
+        monkeypatch.setattr(sys, "path", [*python_path, *sys.path])
+        main([str(file), str(answer)])
+        return json.loads(answer.read_text())
+
+    monkeypatch.setattr(preflight, "ask", ask)
+
+
+@pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize("kind", shipped_tasks())
-def test_each_task_takes_its_rows_and_refuses_others(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preflight, "TIME_LIMIT_S", 600.0)
+def test_each_task_takes_its_rows_and_refuses_others(kind: str, tmp_path: Path) -> None:
     data = {"form": "labelled"} if kind == "classify" else {}
     rows = [ROWS[TRAINS_ON[kind]]] * 3
     # The demo tokenizer has no mask token.
@@ -145,21 +159,18 @@ class Focal(Task):
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "problem"),
-    [
-        ("focal:Foca", {}, r'focal has no class Foca .*Did you mean "Focal"'),
-        ("focal:Focal", {"gama": 1}, r'task\.options\.gama: unknown key\. Did you mean "gamma"'),
-        ("focal:Focal", {}, "takes conversations; .*format text"),
-    ],
-)
 def test_a_task_of_ones_own_is_asked_in_a_process_of_its_own(
-    kind: str, options: dict[str, Any], problem: str, tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(preflight, "TIME_LIMIT_S", 600.0)
     (tmp_path / "focal.py").write_text(TASK)
-    task = {"code_path": str(tmp_path), "options": options}
-    with pytest.raises(ConfigError, match=problem):
-        check_inputs(composed(tmp_path, [ROWS["text"]], kind, task=task))
+    task = {"code_path": str(tmp_path), "options": {"gamma": 2.0}}
+    for kind, problem in (
+        ("focal:Foca", r'focal has no class Foca .*Did you mean "Focal"'),
+        ("focal:Focal", "takes conversations; .*format text"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            check_inputs(composed(tmp_path, [ROWS["text"]], kind, task=task))
 
 
 REWARDS = """
@@ -168,11 +179,9 @@ def three(prompt, completion, reference): return 1.0
 """
 
 
-def test_what_only_the_tokenizer_tells_is_checked_before_the_launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("asked_here")
+def test_what_only_the_tokenizer_tells_is_checked_before_the_launch(tmp_path: Path) -> None:
     """The length of rows, and functions of the user's."""
-    monkeypatch.setattr(preflight, "TIME_LIMIT_S", 600.0)
     (tmp_path / "early_rewards.py").write_text(REWARDS)
     long = {**ROWS["alpaca"], "output": "a word " * 400}
     given = composed(tmp_path, [ROWS["alpaca"], *[long] * 20], data={"seq_len": 64})
@@ -392,21 +401,18 @@ def test_a_number_that_is_another_process_now(
         other.kill()
 
 
+JOB, END = {"SLURM_JOB_ID": "7"}, "SLURM_JOB_END_TIME"
+
+
 @pytest.mark.parametrize(
     ("number", "environ", "kind", "words"),
     [
         (signal.SIGTERM, {}, "user", "SIGTERM"),
-        (signal.SIGINT, {"SLURM_JOB_ID": "7"}, "user", "Ctrl-C"),
+        (signal.SIGINT, JOB, "user", "Ctrl-C"),
         (signal.SIGHUP, {}, "user", "hang-up"),
-        (signal.SIGUSR1, {"SLURM_JOB_ID": "7"}, "scheduler", "Slurm job 7"),
-        (
-            signal.SIGUSR1, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1120"}, "time_limit",
-            "SIGUSR1 before the time limit of Slurm job 7, 2:00 left",
-        ),
-        (
-            signal.SIGTERM, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "8200"}, "scheduler",
-            "preempted or cancelled, 2:00:00 before its limit",
-        ),
+        (signal.SIGUSR1, JOB, "scheduler", "Slurm job 7"),
+        (signal.SIGUSR1, {**JOB, END: "1120"}, "time_limit", "job 7, 2:00 left"),
+        (signal.SIGTERM, {**JOB, END: "8200"}, "scheduler", "2:00:00 before its limit"),
     ],
 )  # fmt: skip
 def test_who_ended_the_run(number: int, environ: dict[str, str], kind: str, words: str) -> None:
@@ -463,24 +469,20 @@ def test_the_script_starts_the_run_and_then_continues_it(tmp_path: Path) -> None
     assert words()[: len(again)] == again
 
 
-@pytest.mark.parametrize(
-    ("name", "job", "first_step", "said"),
-    [
-        ("SIGTERM", "7", 0, ""),
-        ("SIGUSR1", "", 0, ""),
-        ("", "7", 0, ""),
-        ("SIGUSR1", "7", 20, "not requeued: job 7 saved no checkpoint after step 20"),
-    ],
-)
 def test_only_the_signal_of_the_script_and_a_new_checkpoint_requeue(
-    name: str, job: str, first_step: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setattr("llmx.lifecycle.batch.ask", lambda argv: pytest.fail(f"ran {argv}"))
-    result, out = Result(stopped_by="time_limit", signal=name), io.StringIO()
-    requeue_job(RunDir(tmp_path), result, first_step=first_step, stream=out)
-    assert said in out.getvalue()
-    assert bool(said) == bool(out.getvalue())
+    refused = "not requeued: job 7 saved no checkpoint after step 20"
+    for name, job, first_step, said in (
+        ("SIGTERM", "7", 0, ""), ("SIGUSR1", "", 0, ""), ("", "7", 0, ""),
+        ("SIGUSR1", "7", 20, refused),
+    ):  # fmt: skip
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        result, out = Result(stopped_by="time_limit", signal=name), io.StringIO()
+        requeue_job(RunDir(tmp_path), result, first_step=first_step, stream=out)
+        assert said in out.getvalue()
+        assert bool(said) == bool(out.getvalue())
 
 
 # --- The size of a tokenizer ---------------------------------------------------------------------
