@@ -28,15 +28,6 @@ from tests import tracked_run
 from tests.agents import wait_until
 
 
-def tracked(tracker: Any, root: Path, records: list[dict[str, Any]]) -> None:
-    values = {"ds_config": {"stage": 2}, "provenance": {"git": "abc"}}
-    config = {"model": {"name": "tiny"}, "seed": 7}
-    tracker.start(RunMeta("id", "name", root, config=config, **values))
-    for record in records:
-        tracker.log(record)
-    tracker.finish(tracked_run.result())
-
-
 def test_wandb_has_a_table_of_the_generated_samples(tmp_path: Path, monkeypatch) -> None:
     """Once for each step that has some; the newest at the end."""
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -63,27 +54,6 @@ def test_wandb_has_a_table_of_the_generated_samples(tmp_path: Path, monkeypatch)
     ]
 
 
-def test_tensorboard(tmp_path: Path) -> None:
-    records = tracked_run.lines()
-    tracked(TensorBoardTracker(lambda status: None), tmp_path, records)
-    # A second tracker process of the same run must not show every point twice.
-    tracked(TensorBoardTracker(lambda status: None), tmp_path, records)
-    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
-    events.Reload()
-    metrics = [record for record in records if scalars(record)]
-    for name in {name for record in metrics for name in scalars(record)}:
-        expected = [
-            (r["step"], pytest.approx(scalars(r)[name], rel=1e-6))
-            for r in metrics
-            if name in scalars(r)
-        ]
-        assert [(e.step, e.value) for e in events.Scalars(name)] == expected, name
-    assert events.Scalars("train/loss")[0].wall_time == tracked_run.START_S + 2
-    text = events.Tensors("config")[0].tensor_proto.string_val[0].decode()
-    assert json.loads(text) == {"model": {"name": "tiny"}, "seed": 7}
-    assert b"| outcome | ok |" in events.Tensors("result")[0].tensor_proto.string_val[0]
-
-
 def test_a_restart_leaves_every_step_once(tmp_path: Path) -> None:
     """Metrics up to step 16, cut back to 10 by a resume, then on to 20: through the tail."""
     records = tracked_run.lines()
@@ -94,8 +64,10 @@ def test_a_restart_leaves_every_step_once(tmp_path: Path) -> None:
     final += [{**record, "time": record["time"] + 100} for record in later]
     path = tmp_path / "metrics.jsonl"
     trackers = [CsvTracker(lambda status: None), TensorBoardTracker(lambda status: None)]
+    config = {"model": {"name": "tiny"}, "seed": 7}
+    meta = RunMeta("id", "name", tmp_path, config=config, ds_config={"stage": 2})
     for tracker in trackers:
-        tracker.start(RunMeta("id", "name", tmp_path))
+        tracker.start(meta)
     tail = MetricsTail(path)
     for records in (first, final):
         write_text(path, "".join(json.dumps(record) + "\n" for record in records))
@@ -106,7 +78,13 @@ def test_a_restart_leaves_every_step_once(tmp_path: Path) -> None:
             for record in new:
                 tracker.log(record)
     for tracker in trackers:
-        tracker.finish(None)
+        tracker.finish(tracked_run.result())
+    # A second tracker process of the same run must not show every point twice.
+    again = TensorBoardTracker(lambda status: None)
+    again.start(meta)
+    for record in final:
+        again.log(record)
+    again.finish(tracked_run.result())
 
     metrics = [record for record in final if scalars(record)]
     with (tmp_path / "metrics.csv").open(newline="", encoding="utf-8") as stream:
@@ -117,10 +95,16 @@ def test_a_restart_leaves_every_step_once(tmp_path: Path) -> None:
         assert {name: float(value) for name, value in row.items() if value} == scalars(record)
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    assert [(e.step, e.wall_time) for e in events.Scalars("train/loss")] == [
-        (r["step"], r["time"]) for r in metrics if r["kind"] == "train"
-    ]
+    for name in {name for record in metrics for name in scalars(record)}:
+        expected = [
+            (r["step"], r["time"], pytest.approx(scalars(r)[name], rel=1e-6))
+            for r in metrics
+            if name in scalars(r)
+        ]
+        assert [(e.step, e.wall_time, e.value) for e in events.Scalars(name)] == expected, name
     assert [(e.step, e.value) for e in events.Scalars("resumed/attempt")] == [(10, 2.0)]
+    assert json.loads(events.Tensors("config")[0].tensor_proto.string_val[0]) == config
+    assert b"| outcome | ok |" in events.Tensors("result")[0].tensor_proto.string_val[0]
 
 
 @pytest.mark.filterwarnings("ignore")  # of classes that processes without mlflow cannot read
