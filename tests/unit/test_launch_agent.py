@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
-import secrets
 import signal
 import socket
 import stat
@@ -18,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from llmx.launch.agents.connection import AGENT, AgentError
+from llmx.launch.agents.connection import AgentError
 from llmx.run.rundir import write_json
 from tests.agents import Rig, is_running, wait_until
 
@@ -90,32 +88,6 @@ def test_the_runner_of_deepspeed_is_never_asked(rig: Rig) -> None:
     runner = rig.process("", "deepspeed.launcher.runner")
     assert rig.ask("stop", grace_s=2)["left"] == 0
     assert runner.wait(timeout=5) == -signal.SIGKILL
-
-
-def test_a_dead_supervisor_ends_the_run(tmp_path: Path) -> None:
-    """Here the supervisor is a process of its own, killed outright."""
-    token = secrets.token_hex(8)
-    hello = json.dumps({"cmd": "handshake", "id": 1, "token": token, "grace_s": 1})
-    supervisor_code = (
-        "import subprocess, sys, signal\n"
-        f"argv = [sys.executable, '-I', '-S', {str(AGENT)!r}]\n"
-        "agent = subprocess.Popen(argv, stdin=-1, stdout=-1, start_new_session=True)\n"
-        f"agent.stdin.write({hello!r}.encode() + b'\\n'); agent.stdin.flush()\n"
-        "agent.stdout.readline(); print(agent.pid, flush=True); signal.pause()\n"
-    )
-    words, env = [sys.executable, "-c"], {**os.environ, "LLMX_RUN_TOKEN": token, "RANK": "0"}
-    supervisor = subprocess.Popen([*words, supervisor_code], stdout=subprocess.PIPE)
-    rank = subprocess.Popen([*words, PAUSE], env=env)
-    try:
-        assert supervisor.stdout is not None
-        agent_pid = int(supervisor.stdout.readline())
-        supervisor.kill()
-        assert rank.wait(timeout=20) == -signal.SIGUSR1
-        wait_until(lambda: not is_running(agent_pid))
-    finally:
-        for process in (rank, supervisor):
-            process.kill()
-            process.wait()
 
 
 def test_what_a_run_leaves_in_dev_shm(rig: Rig) -> None:

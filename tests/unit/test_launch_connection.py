@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import io
 import json
 import os
 import queue
@@ -21,7 +20,6 @@ from typing import Any
 
 import pytest
 
-from llmx.config import Experiment
 from llmx.errors import ConfigError, LaunchError
 from llmx.launch.agents import connection as connection_module
 from llmx.launch.agents.connection import AGENT, BOOTSTRAP, AgentError, Connection
@@ -40,15 +38,11 @@ from llmx.launch.agents.preflight import (
     take_over,
     uses_of_hosts,
 )
-from llmx.launch.agents.shutdown import shut_down
-from llmx.launch.files import make_spec
 from llmx.launch.spec import LaunchSpec
-from llmx.launch.supervision.console import Console, RunLog
 from llmx.plan.types import HostPlan
 from llmx.run.rundir import RunDir
 from tests.agents import Rig, wait_until
 from tests.launches import experiment, spec_of
-from tests.tracked_run import plan
 
 SLOW_SAVE = "def save(*_): time.sleep(1); sys.exit(0)\nsignal.signal(signal.SIGUSR1, save)"
 START_AGENT = shlex.join([sys.executable, "-I", "-S", "-c", BOOTSTRAP])
@@ -78,21 +72,6 @@ def test_only_a_second_stop_cuts_the_grace_short(agent: Rig) -> None:
     agent.connection.ping()
     assert agent.connection.wait_for(stopped, timeout_s=20)["killed"] == 0
     assert rank.wait(timeout=5) == 0
-
-
-def test_a_second_request_that_comes_at_once(agent: Rig) -> None:
-    """Ctrl-C twice, before the agents have heard of the first: nobody waits out the grace."""
-    rank = agent.process("signal.signal(signal.SIGUSR1, lambda *_: None)", rank=0)
-    log = RunLog(agent.directory / "log", Console(io.StringIO()))
-    spec = make_spec(Experiment(), plan(), RunDir(agent.directory), port=0)
-    began = time.monotonic()
-    shut_down(
-        spec, [agent.connection], log,
-        lost=(), launched=False, requests=lambda: 2, grace_s=900, save=True,
-    )  # fmt: skip
-    assert time.monotonic() - began < 300
-    assert rank.wait(timeout=5) == -signal.SIGKILL
-    assert log.path.read_text().endswith(" here: 1 process ended, 1 killed, 0 left\n")
 
 
 def test_a_supervisor_that_dies_while_the_ranks_save_leaves_them_their_time(agent: Rig) -> None:

@@ -29,7 +29,6 @@ from hypothesis import strategies as st
 
 from llmx.config.validate import is_one_line
 from llmx.errors import ConfigError
-from llmx.launch.agents.agent import Agent
 from llmx.launch.agents.connection import remote_connection
 from llmx.launch.environment import render_ds_env
 from llmx.launch.files import render_command, rendered_files
@@ -45,7 +44,6 @@ HOSTILE = [
     "a\\", "\\$HOME", " blank ", "*", "~", "!!", "-n", "a;b",
 ]  # fmt: skip
 WORDS = st.lists(CODE, max_size=4)
-LINE = st.text(st.characters(codec="utf-8", exclude_categories=("C",)), min_size=1, max_size=20)
 NAMES = CODE.filter(lambda name: name not in ("", ".", ".."))
 ENV = st.dictionaries(st.sampled_from(["NCCL_A", "NCCL_B", "HF_HOME"]), CODE, max_size=3)
 HOSTILE_WORDS = [*HOSTILE, "\n touch canary", ""]
@@ -107,37 +105,6 @@ def test_the_command_that_enters_a_container(empty: Path, programs: Path, words:
     )
     arrived = by_shell(connection.argv[-1], empty).split("\0")
     assert arrived[: len(words) + 2] == [*words, "/bin/sh", "-c"]
-
-
-@FUZZ
-@given(st.lists(LINE, min_size=1, max_size=4), LINE)
-@example([word for word in HOSTILE_WORDS if word.isprintable() and word], HOSTILE[0])
-def test_the_words_of_one_host_in_command_txt(words: list[str], value: str) -> None:
-    exp = experiment("ssh", (1, 1), "cpu")
-    exp.hardware.hosts[1].enter = words
-    exp.hardware.hosts[1].env, exp.hardware.hosts[1].setup = {"ODD": value}, f"/{words[0]}"
-    command = rendered_files(spec_of(exp))["command.txt"]
-    (line, *_) = [part for part in command.split("END") if "node-b" in part]
-    assert shlex.split(line.split("<<")[0])[-1] == shlex.join([*words, "bash", "-s"])
-
-
-@FUZZ
-@given(NAMES)
-@example("$(touch canary)")
-@example("'; touch canary; '")
-def test_the_setup_script_of_a_host(
-    empty: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """The agent sources the file of this name, and takes over what it exports."""
-    monkeypatch.chdir(empty)
-    agent = Agent()
-    with tempfile.TemporaryDirectory() as directory:
-        script = Path(directory) / name
-        script.write_text("export LLMX_OF_SETUP='$(touch canary)'\n")
-        assert agent.source(str(script)) == ""
-    for variable in agent.setup_env:
-        monkeypatch.delenv(variable)
-    assert agent.setup_env["LLMX_OF_SETUP"] == "$(touch canary)"
 
 
 @functools.cache
