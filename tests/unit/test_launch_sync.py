@@ -88,10 +88,7 @@ def test_hub_ids_bundled_data_and_installed_code_stay(tmp_path: Path) -> None:
     made = spec(tmp_path, model__path="meta-llama/Llama-2-7b-hf", data__path="demo")
     assert [item.what for item in paths_to_push(made, run_dir=False)] == ["code"]
     assert paths_to_push(dataclasses.replace(made, code_root=None), run_dir=False) == []
-
-
-def test_sync_extra_must_exist(tmp_path: Path) -> None:
-    made = spec(tmp_path, launch__sync_extra=[str(tmp_path / "nothing")])
+    made.exp.launch.sync_extra = [str(tmp_path / "nothing")]
     with pytest.raises(LaunchError, match="nothing does not exist"):
         paths_to_push(made, run_dir=False)
 

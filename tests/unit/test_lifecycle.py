@@ -4,7 +4,6 @@ model); and a run without a terminal: how it is left, shown and ended, and its b
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import os
@@ -195,20 +194,16 @@ def test_what_only_the_tokenizer_tells_is_checked_before_the_launch(tmp_path: Pa
     bare = composed(tmp_path, [{"prompt": "a"}] * 20, "grpo", data={"on_bad_row": "skip"})
     with pytest.raises(DataError, match=r"20 of 20 rows .* no reference answer"):
         check_inputs(bare)
-    for name in ("two", "three"):
-        own = composed(tmp_path, [ROWS["alpaca"]], "grpo")
-        own.experiment.task.code_path = str(tmp_path)
-        own.experiment.task.options["rewards"] = [f"early_rewards:{name}"]
-        if name == "three":
-            assert check_inputs(own) == []
-        else:
-            with pytest.raises(ConfigError, match=r"early_rewards:two\(prompt, completion\) is"):
-                check_inputs(own)
-    measured = composed(tmp_path, [ROWS["alpaca"]])
-    measured.experiment.task.code_path = str(tmp_path)
-    measured.experiment.task.eval_metrics = ["early_rewards:four"]
+    own = composed(tmp_path, [ROWS["alpaca"]], "grpo", task={"code_path": str(tmp_path)})
+    options = own.experiment.task.options
+    options["rewards"] = ["early_rewards:three"]
+    assert check_inputs(own) == []
+    options["rewards"] = ["early_rewards:two"]
+    with pytest.raises(ConfigError, match=r"early_rewards:two\(prompt, completion\) is"):
+        check_inputs(own)
+    task = {"code_path": str(tmp_path), "eval_metrics": ["early_rewards:four"]}
     with pytest.raises(ConfigError, match="early_rewards:four cannot be imported"):
-        check_inputs(measured)
+        check_inputs(composed(tmp_path, [ROWS["alpaca"]], task=task))
 
 
 def test_a_model_that_only_the_network_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,14 +280,11 @@ def test_a_damaged_file_is_named_with_the_fix(
         find_target(directory, command="eval")
     assert str(refused.value).startswith(f"{directory / name}: ")
     assert len(str(refused.value).splitlines()) == 1
-    rows = [ROWS["alpaca"]]
-    model = {"path": str(directory), "kind": "hf", "init": "pretrained"}
-    given = composed(tmp_path, rows)
-    exp = dataclasses.replace(
-        given.experiment, model=dataclasses.replace(given.experiment.model, **model)
-    )
+    given = composed(tmp_path, [ROWS["alpaca"]])
+    model = given.experiment.model
+    model.path, model.kind, model.init = str(directory), "hf", "pretrained"
     with pytest.raises(ConfigError, match=problem):
-        check_inputs(dataclasses.replace(given, experiment=exp))
+        check_inputs(given)
 
 
 def test_weights_that_are_not_read_may_be_pointers(tmp_path: Path) -> None:
@@ -485,30 +477,23 @@ def test_only_the_signal_of_the_script_and_a_new_checkpoint_requeue(
         assert bool(said) == bool(out.getvalue())
 
 
-# --- The size of a tokenizer ---------------------------------------------------------------------
-
-
-def small_tokenizer(directory: Path, vocabulary: object, *, added: tuple[int, ...] = ()) -> Path:
-    directory.mkdir()
-    values = {"model": {"vocab": vocabulary}, "added_tokens": [{"id": each} for each in added]}
-    (directory / "tokenizer.json").write_text(json.dumps(values))
-    return directory
-
-
 def test_the_rows_of_a_small_tokenizer(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     assert tokenizer_rows("demo") == len(AutoTokenizer.from_pretrained(DEMO))
-    ids = {f"t{number}": number for number in range(500)}
-    bpe = str(small_tokenizer(tmp_path / "bpe", ids, added=(500, 777)))
-    assert (tokenizer_rows(bpe), tokenizer_rows(bpe, with_added=False)) == (778, 500)
-    both = str(small_tokenizer(tmp_path / "both", ids, added=(0, 499)))  # also in the vocabulary
-    assert (tokenizer_rows(both), tokenizer_rows(both, with_added=False)) == (500, 499)
-    unigram = [[f"t{number}", -1.0] for number in range(300)]
-    assert tokenizer_rows(str(small_tokenizer(tmp_path / "unigram", unigram))) == 300
+    bpe = {f"t{number}": number for number in range(500)}
+    for vocab, added, rows in (
+        (bpe, (500, 777), (778, 500)),
+        (bpe, (0, 499), (500, 499)),  # also in the vocabulary
+        ([[f"t{number}", -1.0] for number in range(300)], (), (300, 300)),
+    ):
+        values = {"model": {"vocab": vocab}, "added_tokens": [{"id": each} for each in added]}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+        found = [tokenizer_rows(str(tmp_path), with_added=each) for each in (True, False)]
+        assert found == [*rows]
     assert tokenizer_rows("owner/name") is None
-    (tmp_path / "bpe" / "tokenizer.json").write_text("not json")
-    assert tokenizer_rows(str(tmp_path / "bpe")) is None
+    (tmp_path / "tokenizer.json").write_text("not json")
+    assert tokenizer_rows(str(tmp_path)) is None
 
 
 def test_a_pretrained_model_keeps_its_own() -> None:

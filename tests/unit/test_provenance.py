@@ -52,6 +52,7 @@ def package(tmp_path) -> Path:
     """``pkg`` with one tracked file, in a repository of its own."""
     package = tmp_path / "pkg"
     package.mkdir()
+    assert git_state(package) is None
     git(tmp_path, "init", "-q")
     (package / "__init__.py").write_text("a = 1\n")
     assert git_state(package) is None  # nothing of it is tracked
@@ -65,7 +66,7 @@ def state_of(package: Path) -> dict[str, Any]:
     return state
 
 
-def test_commit_diff_and_untracked_files(package, tmp_path) -> None:
+def test_commit_diff_and_untracked_files(package, tmp_path, monkeypatch) -> None:
     (package / "__init__.py").write_text("a = 2\n")
     (package / "new.py").write_text("b = 1\n")
     (tmp_path / "elsewhere.py").write_text("c = 1\n")
@@ -76,6 +77,8 @@ def test_commit_diff_and_untracked_files(package, tmp_path) -> None:
     # The text only of what llmx would run.
     assert state["untracked"] == {"elsewhere.py": None, "pkg/new.py": "b = 1\n"}
     assert json.dumps(state)
+    monkeypatch.setenv("PATH", str(tmp_path))  # without git
+    assert git_state(package) is None
 
 
 def test_the_diff_applies_again_whatever_the_users_configuration(package, tmp_path) -> None:
@@ -92,12 +95,6 @@ def test_the_diff_applies_again_whatever_the_users_configuration(package, tmp_pa
     git(tmp_path, "apply", str(patch))
     assert (package / "__init__.py").read_text(encoding="utf-8") == "a = '\u2028 übergröße'\n"
     assert (package / "blob.bin").read_bytes() == bytes(range(256))
-
-
-def test_no_git_no_state(tmp_path, monkeypatch) -> None:
-    assert git_state(tmp_path) is None
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert git_state(tmp_path) is None
 
 
 def test_every_file_of_the_package_has_a_hash(tmp_path) -> None:

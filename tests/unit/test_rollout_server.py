@@ -319,27 +319,30 @@ def test_servers_that_do_not_start_end_the_run(
         servers.connect()
 
 
-def test_a_body_that_is_cut_short_is_not_taken(places: list[ServerAddress]) -> None:
+def test_places_go_through_a_variable() -> None:
+    places = [ServerAddress("node-b", "10.0.0.2", 20123), ServerAddress("c", "fd00::1", 4)]
+    assert parse_servers(render_servers(places)) == places
+
+
+def test_neither_a_body_that_is_cut_short_nor_one_without_the_password_is_taken(
+    places: list[ServerAddress],
+) -> None:
     server = Connection(places[0], password_of(TOKEN))
     wait_until(lambda: answers(places[0]))
     server.greet()
     before = server.model
     head = f"PUT /model HTTP/1.0\r\nAuthorization: Bearer {password_of(TOKEN)}\r\n"
+    # Who has not the password is not answered.
+    url = f"http://127.0.0.1:{places[0].port}/version"
+    for headers in ({}, {"Authorization": f"Bearer {TOKEN}"}):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(urllib.request.Request(url, headers=headers))
     with socket.create_connection((places[0].address, places[0].port)) as peer:
         peer.sendall(f"{head}Content-Length: 100\r\n\r\nhalf".encode())
         peer.shutdown(socket.SHUT_WR)
         assert peer.makefile("rb").read() == b""
     server.greet()
     assert server.model == before
-
-
-def test_who_has_not_the_password_is_not_answered(places: list[ServerAddress]) -> None:
-    url = f"http://127.0.0.1:{places[0].port}/version"
-    wait_until(lambda: answers(places[0]))
-    for headers in ({}, {"Authorization": f"Bearer {TOKEN}"}):
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(urllib.request.Request(url, headers=headers))
-        assert refused.value.code == 401
 
 
 def test_what_does_not_fit_is_named(
@@ -386,13 +389,6 @@ def test_a_server_ends_with_its_agent(tmp_path: Path) -> None:
     pid = int((tmp_path / "pid").read_text())
     agent.end()
     wait_until(lambda: not Path(f"/proc/{pid}").exists() or not answers(agent.place))
-
-
-def test_places_go_through_a_variable() -> None:
-    places = [ServerAddress("node-b", "10.0.0.2", 20123), ServerAddress("c", "fd00::1", 4)]
-    text = render_servers(places)
-    assert text == "node-b=20123=10.0.0.2,c=4=fd00::1"
-    assert parse_servers(text) == places
 
 
 def answers(place: ServerAddress) -> bool:

@@ -93,32 +93,25 @@ def test_only_a_run_that_failed_before_its_first_step_makes_room(written) -> Non
     assert read_json(run.identity) != identity
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_what_is_no_snapshot_is_said(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    with pytest.raises(ConfigError, match="no such directory|not a run directory"):
+        snapshot.load(run)
+    for text, message in (
         (f"schema_version: {SCHEMA_VERSION + 1}", "install the llmx that wrote it"),
         ("schema_version: 1\nmodel: {name: 'a", r"config\.yaml, line 2: the quote is not closed"),
-        (None, "no such directory|not a run directory"),
-    ],
-)
-def test_what_is_no_snapshot_is_said(tmp_path, text: str | None, message: str) -> None:
-    run = RunDir(tmp_path)
-    if text is not None:
+    ):
         run.config.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        snapshot.load(run)
+        with pytest.raises(ConfigError, match=message):
+            snapshot.load(run)
 
 
-VALUES = to_dict(Experiment(name="a"))
-VERSIONS = (SCHEMA_VERSION + 1, str(SCHEMA_VERSION), True, 0, None)
-
-
-@pytest.mark.parametrize(
-    "values", [{}, ["a"], None, *({**VALUES, "schema_version": version} for version in VERSIONS)]
-)
-def test_values_of_another_version_are_refused(values: object) -> None:
-    with pytest.raises(ConfigError, match="schema_version=.*: this llmx reads only 1"):
-        experiment_of_snapshot(values)
+def test_values_of_another_version_are_refused() -> None:
+    versions = (SCHEMA_VERSION + 1, str(SCHEMA_VERSION), True, 0, None)
+    values = to_dict(Experiment(name="a"))
+    for other in ({}, ["a"], *({**values, "schema_version": version} for version in versions)):
+        with pytest.raises(ConfigError, match="schema_version=.*: this llmx reads only 1"):
+            experiment_of_snapshot(other)
 
 
 STORED = RunDir(GOLDEN / "snapshots")
