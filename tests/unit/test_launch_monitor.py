@@ -200,12 +200,18 @@ def test_nobody_waits_for_a_launcher_whose_ranks_have_left(rig: Rig) -> None:
     assert rig.monitor.all_left
 
 
+@pytest.fixture
+def stacks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NOTICE_STACKS_S", "STACKS_S", "UNSAFE_STACKS_S"):
+        monkeypatch.setattr(watch_module, name, 0.0)
+    monkeypatch.setattr(hang_module, "REST_S", 0.0)
+
+
+@pytest.mark.usefixtures("stacks_at_once")
 @pytest.mark.parametrize("rig", [{"loading_timeout_s": 100.0}], indirect=True)
 def test_ranks_that_load_without_progress(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The console says where they wait; a line in any log is progress; then the attempt ends."""
-    for name in ("NOTICE_STACKS_S", "SIZES_S", "STACKS_S", "UNSAFE_STACKS_S"):
-        monkeypatch.setattr(watch_module, name, 0.0)
-    monkeypatch.setattr(hang_module, "REST_S", 0.0)
+    monkeypatch.setattr(watch_module, "SIZES_S", 0.0)
     for rank in (0, 1):
         rig.says(rank, "loading", step=0)
 
@@ -233,12 +239,9 @@ def test_ranks_that_load_without_progress(rig: Rig, monkeypatch: pytest.MonkeyPa
     assert "for 101 s before the first step (launch.loading_timeout_s)" in outcome.cause
 
 
+@pytest.mark.usefixtures("stacks_at_once")
 def test_a_step_that_does_not_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The console says so and who is waited for; from a minute on the network is probed."""
-    for name in ("NOTICE_STACKS_S", "STACKS_S", "UNSAFE_STACKS_S"):
-        monkeypatch.setattr(watch_module, name, 0.0)
-    monkeypatch.setattr(hang_module, "REST_S", 0.0)
-
     no_way = "a -> b: no connection\nA firewall drops it."
     monkeypatch.setattr(watch_module, "network_problem", lambda *_: no_way)
     monitor = rig.monitor

@@ -132,19 +132,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
     assert preflight._vocabulary_problem(given.experiment) == ""
 
 
-def test_looking_at_rows_loads_no_torch(tmp_path: Path) -> None:
-    composed(tmp_path, [ROWS["preference"]])
-    program = (
-        "import sys; from pathlib import Path; from tests.unit.test_lifecycle import *; "
-        f"check_inputs(composed(Path({str(tmp_path)!r}), [ROWS['preference']], 'dpo')); "
-        "print('torch' in sys.modules, 'transformers' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.split() == ["False", "False"]
-
-
 TASK = """
 import dataclasses
 from llmx.tasks import Task

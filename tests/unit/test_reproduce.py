@@ -80,11 +80,11 @@ def test_inputs_that_the_ranks_read_otherwise_are_named(tmp_path) -> None:
 
 def test_hashes_of_weights_are_of_the_end_and_of_checkpoints(tmp_path) -> None:
     run = RunDir(tmp_path)
+    assert weight_hashes(run) == {}
     write_json(run.checkpoint(4) / "state.json", {"step": 4, "weights_hash": "a"})
     write_json(run.checkpoint(8) / "state.json", {"step": 8})
     run.metrics.write_text('{"kind": "end", "step": 9, "weights_hash": "b"}\n')
     assert weight_hashes(run) == {4: "a", 9: "b"}
-    assert weight_hashes(RunDir(tmp_path / "none")) == {}
 
 
 # --- Two runs compared -----------------------------------------------------------------------

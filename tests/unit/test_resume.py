@@ -117,22 +117,19 @@ def test_every_key_of_the_schema_has_a_row_of_the_table() -> None:
             assert rule_of(key) in RULES, f"{key} has no row in llmx/lifecycle/resume/changes.py"
 
 
-def test_values_and_whole_groups_are_applied_and_reported(run) -> None:
+def test_values_and_whole_groups_are_applied_and_reported(run, tmp_path) -> None:
     upcoming = going_on(run, "zero=stage3", "launch.max_restarts=7", "tracking=wandb")
     new = upcoming.composed
     assert new.experiment.zero.stage == new.ds_config["zero_optimization"]["stage"] == 3
     changes = [(change.key, change.old, change.new) for change in upcoming.changes]
     assert changes[:2] == [("zero.stage", 2, 3), ("launch.max_restarts", 3, 7)]
     assert changes[2:] == [("tracking.kinds", [], ["wandb"])]
-
-
-def test_a_group_of_the_users_own_replaces_the_section(run, tmp_path) -> None:
+    # A group of the user's own replaces the section.
     (tmp_path / "hardware").mkdir()
     four = "name: big\nkind: static\nhosts: [{name: localhost, slots: 4, device: cpu}]\n"
     (tmp_path / "hardware" / "big.yaml").write_text(four)
-    plan = going_on(run, "hardware=big", "--config-dir", str(tmp_path)).composed.plan
-    assert (plan.world_size, plan.batch.global_batch) == (4, 16)
-    assert plan.batch.micro_batches == (4, 4, 4, 4)
+    batch = going_on(run, "hardware=big", "--config-dir", str(tmp_path)).composed.plan.batch
+    assert (batch.global_batch, batch.micro_batches) == (16, (4, 4, 4, 4))
 
 
 def test_the_global_batch_stays_on_other_hardware_and_micro_batches(run) -> None:
@@ -218,8 +215,11 @@ def test_a_finished_run_is_made_longer(run, capsys) -> None:
     assert history(run) == []
 
 
-def test_where_it_goes_on_is_said_before_the_start(run, capsys, monkeypatch) -> None:
+def test_where_it_goes_on_is_said_before_the_start(run, tmp_path, capsys, monkeypatch) -> None:
     trained(run, 57, outcome="interrupted")
+    run.root.rename(tmp_path / "elsewhere")
+    run = RunDir(tmp_path / "elsewhere")
+    assert "run_dir" in said(run, capsys), "a moved run is resumed where it is"
     checkpoint(run, 40)
     file = checkpoint(run, 50) / "rank-00000.safetensors"
     words = said(run, capsys)
@@ -397,11 +397,6 @@ def test_a_relative_path_starts_where_it_is_typed(tmp_path, monkeypatch, capsys)
     assert repeated.data == new.data
     with pytest.raises(ConfigError, match="data.sources.1.weight: cannot change"):
         main([str(run.root), "data.sources.1.weight=3"])
-
-
-def test_a_moved_run_is_resumed_where_it_is(run, tmp_path, capsys) -> None:
-    run.root.rename(tmp_path / "elsewhere")
-    assert "run_dir" in said(RunDir(tmp_path / "elsewhere"), capsys)
 
 
 def test_a_planned_run_is_started_by_resume(run, capsys) -> None:
