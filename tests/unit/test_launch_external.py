@@ -43,25 +43,19 @@ def test_commands_that_start_ranks_are_refused_before_anything_else(
         assert "RANK=1 WORLD_SIZE=2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("environ", "local_rank"),
-    [
+def test_the_place_of_a_process_is_read_from_its_starter() -> None:
+    for environ, local_rank in (
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "PMI_RANK": "0"}, "1"),
         ({"RANK": "3", "WORLD_SIZE": "4"}, "0"),
         ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}, "1"),
         ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}, "1"),
-    ],
-)
-def test_the_place_of_a_process_is_read_from_its_starter(
-    environ: dict[str, str], local_rank: str
-) -> None:
-    environ |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    complete_place(environ)
-    place = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": local_rank}
-    assert place.items() <= environ.items()
-    del environ["MASTER_ADDR"], environ["MASTER_PORT"]
-    with pytest.raises(ConfigError, match="MASTER_ADDR, MASTER_PORT not set"):
+    ):
+        with pytest.raises(ConfigError, match="MASTER_ADDR, MASTER_PORT not set"):
+            complete_place(dict(environ))
+        environ |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
         complete_place(environ)
+        place = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": local_rank}
+        assert place.items() <= environ.items()
 
 
 def hosts_of(

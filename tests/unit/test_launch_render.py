@@ -144,16 +144,13 @@ def test_rank_0_behind_nat() -> None:
         validate(exp)
 
 
-def test_values_that_openmpi_would_change_are_refused() -> None:
-    exp = experiment("openmpi", TWO, env={"ODD": "two words"})
-    with pytest.raises(ConfigError, match="ODD='two words'"):
-        rendered_files(spec_of(exp))
-
-
-def test_a_clone_that_openmpi_cannot_reach_is_refused_before_anything_is_written(
+def test_what_openmpi_would_change_is_refused_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("llmx.launch.files.code_root", lambda: "/home/Zoë/my clone")
+    exp = experiment("openmpi", TWO, env={"ODD": "two words"})
+    with pytest.raises(ConfigError, match="ODD='two words'"):
+        rendered_files(spec_of(exp))
     exp = experiment("openmpi", TWO)
     with pytest.raises(ConfigError, match=r"PYTHONPATH='/home/Zoë/my clone.*Move that directory"):
         rank_environment(exp, make_plan(exp))
@@ -286,24 +283,21 @@ def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
-@pytest.mark.parametrize(
-    ("environ", "said", "cores"),
-    [
+def test_the_cores_of_slurm_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    program = tmp_path / "sinfo"
+    for environ, said, cores in (
+        ({}, None, None),
         ({"SLURM_JOB_CPUS_PER_NODE": "16"}, None, 16),
         ({"SLURM_JOB_CPUS_PER_NODE": "64(x2),32"}, None, 32),
         ({"SLURM_JOB_ID": "3"}, "64\\n48\\n", None),
         ({}, "64\\n48\\n", 48),
         ({}, "", None),
-        ({}, None, None),
-    ],
-)
-def test_the_cores_of_slurm_hosts(environ, said, cores, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if said is not None:
-        program = tmp_path / "sinfo"
-        program.write_text(f"#!/bin/sh\nprintf '{said}'\n")
-        program.chmod(0o755)
-    assert slurm_cores(environ, ["a", "b"]) == cores
+    ):
+        if said is not None:
+            program.write_text(f"#!/bin/sh\nprintf '{said}'\n")
+            program.chmod(0o755)
+        assert slurm_cores(environ, ["a", "b"]) == cores
 
 
 def test_shares_of_cores_fit_on_the_host() -> None:
@@ -414,14 +408,14 @@ def test_each_host_gets_a_command_of_its_own() -> None:
     assert "\n. '/etc/profile.d/my setup.sh'\nexec /opt/b/bin/python -m deepspeed" in command
 
 
-@pytest.mark.parametrize(
-    ("transport", "key"),
-    [*(("pdsh", key) for key in OWN), ("openmpi", "python"), ("slurm", "enter")],
-)
-def test_one_command_for_all_hosts_takes_none_of_them(transport: str, key: str) -> None:
-    exp = of_two(transport, **{key: OWN[key]})
-    with pytest.raises(ConfigError, match=rf"node-b has {key}\. Use launch\.transport=ssh"):
-        validate(exp)
+def test_one_command_for_all_hosts_takes_none_of_them() -> None:
+    for transport, key in (
+        *(("pdsh", key) for key in OWN),
+        ("openmpi", "python"),
+        ("slurm", "enter"),
+    ):
+        with pytest.raises(ConfigError, match=rf"node-b has {key}\. Use launch\.transport=ssh"):
+            validate(of_two(transport, **{key: OWN[key]}))
 
 
 def test_this_machine_alone_may_have_them() -> None:
