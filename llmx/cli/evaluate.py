@@ -305,7 +305,7 @@ def measure(task: Any, models: Any, store: Any, tokenizer: Any, *, batch: int) -
 
     from llmx.data import collate
     from llmx.models.model import CAUSAL_LM
-    from llmx.tasks import Mean
+    from llmx.tasks import Mean, held_out
 
     began = time.monotonic()
 
@@ -314,10 +314,7 @@ def measure(task: Any, models: Any, store: Any, tokenizer: Any, *, batch: int) -
             if sys.stderr.isatty():
                 print(f"\r{start} of {plural(len(store), 'sample')}", end="", file=sys.stderr)
             rows = collate(
-                [
-                    task.held_out(store[index], index)
-                    for index in range(start, min(start + batch, len(store)))
-                ],
+                held_out(task, store, range(start, min(start + batch, len(store)))),
                 seq_len=store.seq_len,
                 pad_id=task.pad_id,
                 layout="padded",

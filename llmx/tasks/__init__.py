@@ -23,8 +23,7 @@ from llmx.tasks.base import (
     SampleKey,
     Table,
     Task,
-    completion_metrics,
-    completion_scores,
+    held_out,
     next_token_loss,
 )
 from llmx.tasks.joint import JointLoss, JointTask
@@ -127,8 +126,7 @@ __all__ = [
     "SampleKey",
     "Table",
     "Task",
-    "completion_metrics",
-    "completion_scores",
+    "held_out",
     "next_token_loss",
     "prepare",
     "task_class",

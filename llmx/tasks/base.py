@@ -7,6 +7,7 @@ the console and the report drive and show whatever it declares.
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from llmx.config import Experiment, TaskConfig
+from llmx.config import Experiment
 from llmx.config.build import dataclass_from
 from llmx.config.tasks import TaskDefaults
 from llmx.data.examples import IGNORE, Column, Example
 from llmx.data.format.rows import Conversation, Preference, Prompted, UnpairedPreference
+from llmx.data.source.records import Rejected
 from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
@@ -98,6 +100,30 @@ class Accumulator:
     def tables(self) -> list[Table]:
         """Tables that the report shows beside the metrics."""
         return []
+
+
+@dataclass
+class Gathered(Accumulator):
+    """Arrays of held-out samples that are measured together, as [samples, ...] each."""
+
+    _parts: list[tuple[np.ndarray, ...]] = field(default_factory=list, init=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The arrays alone, which another rank takes in."""
+        return {"_parts": self._parts}
+
+    def add(self, *arrays: np.ndarray) -> None:
+        """Add those of a micro batch, always in the same order."""
+        self._parts.append(arrays)
+
+    def merge(self, other: Gathered) -> None:
+        self._parts += other._parts
+
+    def arrays(self) -> list[np.ndarray]:
+        """Each of them as a whole; none where there is no sample."""
+        import numpy as np
+
+        return [np.concatenate(parts) for parts in zip(*self._parts, strict=True)]
 
 
 NATS = "nats per target token"
@@ -196,9 +222,13 @@ class Task:
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         self.exp = exp
         self.tokenizer = tokenizer
-        options = {**exp.task.options, **self.auto_options(exp)}
-        self.options: Any = typed_options(self.Options, options)
+        self.options: Any = None
         """``task.options``, as an instance of ``Options``."""
+        options = {**exp.task.options, **self.auto_options(exp)}
+        if self.Options is not None:
+            self.options = dataclass_from(self.Options, options, path="task.options")
+        elif options:
+            raise ConfigError(f"task.options={options}: this task has no options. Remove them.")
 
     def problems(self) -> Iterable[str]:
         """One message for each value of the config that this task cannot be trained with: said
@@ -295,15 +325,13 @@ class Task:
         targets change (``Sample.labels``), ``normaliser`` is ``batch``."""
         return sample
 
-    def held_out(self, sample: Sample, number: int) -> Sample:
-        """A held-out sample as it is evaluated: the same at every evaluation of every run, so that
-        losses can be compared."""
-        return self.transform(sample, SampleKey(0, EVALUATION, number))
-
     @property
     def metrics(self) -> Mapping[str, Metric]:
-        """Name -> what is measured besides the loss; every value that is written is declared."""
-        return {}
+        """Name -> what is measured besides the loss; every value that is written is declared. Of a
+        task that ``completes`` prompts, by default what ``score`` measures."""
+        task = self.exp.task
+        is_scored = self.completes and task.eval_generate
+        return declare(task.eval_metrics or DEFAULT_METRICS) if is_scored else {}
 
     @property
     def evaluates_loss(self) -> bool:
@@ -354,24 +382,23 @@ class Task:
             add_loss(means, self.loss(models, batch))
         return means
 
+    completes: ClassVar[bool] = False
+    """Whether prompts are completed before and after training: by default those of the first
+    ``task.eval_generate`` held-out conversations."""
+
     def eval_prompts(self) -> list[EvalPrompt]:
-        """Prompts to complete before and after training; none by default. ``held_out_prompts`` are
-        those of the data."""
-        return []
+        """Prompts to complete before and after training; none of a task that does not complete."""
+        return self._held_out_prompts if self.completes else []
 
     @cached_property
-    def held_out_prompts(self) -> list[EvalPrompt]:
-        """Prompts of the first ``task.eval_generate`` held-out conversations."""
+    def _held_out_prompts(self) -> list[EvalPrompt]:
         from llmx.data import held_out_prompts
 
-        limit = self.exp.task.eval_generate
-        if not limit:
-            return []
         return held_out_prompts(
             self.exp.data,
             self.exp.seed,
             self.tokenizer,
-            limit=limit,
+            limit=self.exp.task.eval_generate,
             decode=self.decode,
             takes=self.takes,
             turn_weights=self.turn_weights,
@@ -379,8 +406,27 @@ class Task:
         )
 
     def score(self, prompts: Sequence[EvalPrompt], completions: Sequence[str]) -> dict[str, float]:
-        """Metrics of the ``completions`` of ``prompts``, by name."""
-        return {}
+        """Metrics of the ``completions`` of ``prompts``, by name: by default those of
+        ``task.eval_metrics``; none without prompts.
+
+        Raises:
+            ConfigError: a function of the user's own fails, or gives no number.
+        """
+        if not (prompts and self.completes):
+            return {}
+        expected = [prompt.expected for prompt in prompts]
+        scores: dict[str, float] = {}
+        for name in self.exp.task.eval_metrics or DEFAULT_METRICS:
+            (metric,) = declare([name])
+            values = score([name], completions, expected)
+            if values.keys() != {metric}:
+                raise ConfigError(
+                    f"task.eval_metrics: {name} returned several numbers "
+                    f"({', '.join(sorted(values))}). During training each metric is one number: "
+                    "list one function for each."
+                )
+            scores.update(values)
+        return scores
 
     def export_files(self, model: Model) -> Mapping[str, str]:
         """Text files that lie beside the exported ``model``, by their relative path: what others
@@ -409,19 +455,15 @@ def unused_dropout(exp: Experiment) -> str:
     return ", ".join(f"{key}={rate}" for key, rate in rates.items() if rate)
 
 
-def typed_options(kind: type | None, values: Mapping[str, Any]) -> Any:
-    """``values`` as an instance of the dataclass ``kind``.
-
-    Raises:
-        ConfigError: a name or a type that it does not have.
-    """
-    if kind is None:
-        if values:
-            raise ConfigError(
-                f"task.options={dict(values)}: this task has no options. Remove them."
-            )
-        return None
-    return dataclass_from(kind, dict(values), path="task.options")
+def finite(value: Any, otherwise: Rejected) -> float:
+    """``value`` as a number. Raises ``otherwise`` where it is none, or not finite."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise otherwise
+    return number
 
 
 def next_token_loss(model: Model, batch: Batch, **terms: Any) -> Loss:
@@ -433,31 +475,7 @@ def next_token_loss(model: Model, batch: Batch, **terms: Any) -> Loss:
     return Loss(model.cross_entropy(batch, **terms), weight)
 
 
-def completion_metrics(task: TaskConfig) -> dict[str, Metric]:
-    """The metrics of completions that the config asks for; none where none are made."""
-    return declare(task.eval_metrics or DEFAULT_METRICS) if task.eval_generate else {}
-
-
-def completion_scores(
-    task: TaskConfig, prompts: Sequence[EvalPrompt], completions: Sequence[str]
-) -> dict[str, float]:
-    """Their values; none without prompts.
-
-    Raises:
-        ConfigError: a function of the user's own fails, or gives no number.
-    """
-    if not prompts:
-        return {}
-    expected = [prompt.expected for prompt in prompts]
-    scores: dict[str, float] = {}
-    for name in task.eval_metrics or DEFAULT_METRICS:
-        (metric,) = declare([name])
-        values = score([name], completions, expected)
-        if values.keys() != {metric}:
-            raise ConfigError(
-                f"task.eval_metrics: {name} returned several numbers "
-                f"({', '.join(sorted(values))}). During training each metric is one number: list "
-                "one function for each."
-            )
-        scores.update(values)
-    return scores
+def held_out(task: Task, store: SampleStore, numbers: Iterable[int]) -> list[Sample]:
+    """Held-out samples as they are evaluated: the same at every evaluation of every run, so that
+    losses can be compared."""
+    return [task.transform(store[number], SampleKey(0, EVALUATION, number)) for number in numbers]

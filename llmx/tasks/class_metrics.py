@@ -6,11 +6,11 @@ Equal to scikit-learn's: ``python -m pytest tests/unit/test_tasks_classify.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from llmx.tasks.base import Accumulator, Table
+from llmx.tasks.base import Gathered, Table
 
 MOST_CLASSES_SHOWN = 50
 """The most classes for which a confusion matrix is shown."""
@@ -43,47 +43,25 @@ def roc_auc(positive: np.ndarray, scores: np.ndarray) -> float | None:
 
 
 @dataclass
-class Measured(Accumulator):
-    """The scores of held-out examples and their labels: arrays [n, ...] in equal order."""
-
-    _scores: list[np.ndarray] = field(default_factory=list, init=False)
-    _labels: list[np.ndarray] = field(default_factory=list, init=False)
-
-    def add(self, scores: np.ndarray, labels: np.ndarray) -> None:
-        """Add the examples of a micro batch."""
-        self._scores.append(scores)
-        self._labels.append(labels)
-
-    def merge(self, other: Measured) -> None:
-        self._scores += other._scores
-        self._labels += other._labels
-
-    def _gathered(self, scores: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """All of them behind these, which are empty and have the shape and type."""
-        return np.concatenate([scores, *self._scores]), np.concatenate([labels, *self._labels])
-
-
-@dataclass
-class Classes(Measured):
+class Classes(Gathered):
     """Metrics of one label per example: accuracy, macro F1, AUC (one against the rest), confusion
-    matrix. Scores are probabilities float32 [n, classes], labels int64 [n]."""
+    matrix. Of probabilities float32 [n, classes] and labels int64 [n]."""
 
     names: tuple[str, ...]
 
-    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._gathered(np.zeros((0, len(self.names)), np.float32), np.zeros(0, np.int64))
-
     def confusion(self) -> np.ndarray:
         """The number of examples by class: int64 [actual, predicted]."""
-        scores, labels = self._arrays()
         count = len(self.names)
-        counts = np.bincount(labels * count + scores.argmax(axis=1), minlength=count * count)
+        counts = np.zeros(count * count, np.int64)
+        for scores, labels in self._parts:
+            pairs = labels * count + scores.argmax(axis=1)
+            counts += np.bincount(pairs, minlength=count * count)
         return counts.reshape(count, count)
 
     def values(self) -> dict[str, float | None]:
-        scores, labels = self._arrays()
-        if not len(labels):
+        if not self._parts:
             return {"accuracy": None, "macro_f1": None, "auc": None}
+        scores, labels = self.arrays()
         table = self.confusion()
         predicted, actual = table.sum(axis=0), table.sum(axis=1)
         there = predicted + actual > 0
@@ -104,19 +82,18 @@ class Classes(Measured):
 
 
 @dataclass
-class Labels(Measured):
+class Labels(Gathered):
     """Metrics of any number of labels per example: subset accuracy, micro and macro F1, macro AUC.
-    Scores are probabilities float32 [n, labels], labels bool [n, labels]."""
+    Of probabilities float32 [n, labels] and labels bool [n, labels]."""
 
     names: tuple[str, ...]
     threshold: float
 
     def values(self) -> dict[str, float | None]:
-        empty = np.zeros((0, len(self.names)))
-        scores, actual = self._gathered(empty, empty.astype(bool))
-        if not len(actual):
+        if not self._parts:
             return dict.fromkeys(("accuracy", "micro_f1", "macro_f1", "auc"))
-        predicted = scores >= self.threshold
+        scores, actual = self.arrays()
+        predicted = scores.astype(np.float64) >= self.threshold
         counts = [(predicted & actual).sum(0), predicted.sum(0), actual.sum(0)]
         together = f1(*(np.array([by_label.sum()]) for by_label in counts))
         return {
@@ -128,14 +105,14 @@ class Labels(Measured):
 
 
 @dataclass
-class Numbers(Measured):
-    """Metrics of a number per example: mean absolute error, R² and Pearson's correlation. Scores
-    and labels are float [n]."""
+class Numbers(Gathered):
+    """Metrics of a number per example: mean absolute error, R² and Pearson's correlation. Of
+    predictions and labels, float [n]."""
 
     def values(self) -> dict[str, float | None]:
-        predicted, actual = self._gathered(np.zeros(0), np.zeros(0))
-        if not len(actual):
+        if not self._parts:
             return dict.fromkeys(("mae", "r2", "pearson"))
+        predicted, actual = (numbers.astype(np.float64) for numbers in self.arrays())
         spread, predicted_spread = actual - actual.mean(), predicted - predicted.mean()
         total = float((spread**2).sum())
         length = float(np.sqrt((spread**2).sum() * (predicted_spread**2).sum()))

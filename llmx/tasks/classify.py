@@ -21,8 +21,8 @@ from llmx.config.fields import choice, number
 from llmx.data import Column, Document, Example, Labelled, Rejected, SampleStore
 from llmx.errors import ConfigError, DataError
 from llmx.run.metrics import Metric
-from llmx.tasks.base import Accumulator, Loss, Mean, Task, add_loss
-from llmx.tasks.class_metrics import Classes, Labels, Measured, Numbers
+from llmx.tasks.base import Accumulator, Gathered, Loss, Mean, Task, add_loss, finite
+from llmx.tasks.class_metrics import Classes, Labels, Numbers
 from llmx.text import plural
 
 if TYPE_CHECKING:
@@ -72,15 +72,6 @@ class Options:
     """The side on which a text over ``data.seq_len`` is cut."""
 
 
-@dataclass
-class _Seen:
-    """The labels of the training data, and their weights."""
-
-    names: tuple[str, ...] = ()
-    index: dict[str, int] = field(default_factory=dict)
-    weights: list[float] = field(default_factory=list)
-
-
 class Classify(Task):
     """A classification head over a causal backbone, or over an encoder such as BERT."""
 
@@ -97,7 +88,7 @@ class Classify(Task):
             if self.problem == REGRESSION
             else Column("label", per="example", dtype="uint8", shape=(LABEL_BYTES[self.problem],)),
         )
-        self._seen = _Seen()
+        self._set_labels((), [])
 
     def problems(self) -> Iterator[str]:
         balance, by_name = self.options.balance, self.options.class_weights
@@ -142,7 +133,11 @@ class Classify(Task):
 
     def _label(self, row: Labelled) -> Any:
         if self.problem == REGRESSION:
-            return self._number(row.label)
+            problem = (
+                f"the label is {str(row.label)[:60]!r}; task.options.problem=regression needs a "
+                "finite number."
+            )
+            return finite(row.label, Rejected("a label that is not a number", problem))
         if self.problem == SINGLE:
             if isinstance(row.label, list | dict):
                 raise Rejected(
@@ -156,19 +151,6 @@ class Classify(Task):
         else:
             text = json.dumps(self._several(row.label), ensure_ascii=False)
         return _as_bytes(text, LABEL_BYTES[self.problem])
-
-    def _number(self, label: Any) -> float:
-        try:
-            value = float(label)
-        except (TypeError, ValueError):
-            value = float("nan")
-        if not np.isfinite(value):
-            raise Rejected(
-                "a label that is not a number",
-                f"the label is {str(label)[:60]!r}; task.options.problem=regression needs a finite "
-                "number.",
-            )
-        return value
 
     def _several(self, label: Any) -> list[str]:
         label_names = self.exp.data.label_names
@@ -212,8 +194,9 @@ class Classify(Task):
                 "task.options.separator."
             )
         weights = self._class_weights(names, counts)
-        self._seen = _Seen(names, {name: n for n, name in enumerate(names)}, weights)
-        lines = [f"Labels: {_listed(names, counts)}"]
+        self._set_labels(names, weights)
+        sizes = [f"{name} ({counts[name]:,})" for name in names]
+        lines = [f"Labels: {_listed(sizes)}"]
         if absent := [name for name in names if not counts[name]]:
             lines.append(f"WARNING: no row of the training data has the label {_quoted(absent)}.")
         if any(weight != 1 for weight in weights):
@@ -228,18 +211,24 @@ class Classify(Task):
         names = tuple(str(config.id2label[number]) for number in sorted(config.id2label))
         if all(name == f"LABEL_{number}" for number, name in enumerate(names)):
             return self.see_data(evaluation, None)  # it names none: those of the data, in order
-        self._seen = _Seen(names, {name: n for n, name in enumerate(names)}, [1.0] * len(names))
+        self._set_labels(names, [1.0] * len(names))
         return self._check_evaluation(evaluation)
+
+    def _set_labels(self, names: tuple[str, ...], weights: list[float]) -> None:
+        self.labels = names
+        """Names of the classes, in the order of the head's outputs."""
+        self._index = {name: number for number, name in enumerate(names)}
+        self._weights = weights
 
     def _check_evaluation(self, store: SampleStore) -> list[str]:
         counts = self._counts(store)
-        unknown = {name: count for name, count in counts.items() if name not in self._seen.index}
+        unknown = {name: count for name, count in counts.items() if name not in self._index}
         lines = []
         if unknown:
             problem = (
                 f"The evaluation data has {plural(sum(unknown.values()), 'row')} with "
                 f"labels that were not trained: {_quoted(sorted(unknown))} (trained: "
-                f"{_quoted(self._seen.names)})"
+                f"{_quoted(self.labels)})"
             )
             if self.exp.data.on_bad_row != "skip":
                 raise DataError(
@@ -247,7 +236,7 @@ class Classify(Task):
                     "data.on_bad_row=skip."
                 )
             lines.append(f"WARNING: {problem}. These rows are excluded from the evaluation.")
-        if absent := [name for name in self._seen.names if not counts[name]]:
+        if absent := [name for name in self.labels if not counts[name]]:
             lines.append(f"No row of the evaluation data has the label {_quoted(absent)}.")
         return lines
 
@@ -281,11 +270,6 @@ class Classify(Task):
         return [float(weight) for weight in weights]
 
     # Model, loss, metrics
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Names of the classes, in the order of the head's outputs."""
-        return self._seen.names
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
@@ -331,7 +315,7 @@ class Classify(Task):
     ) -> Mapping[str, Mean | Accumulator]:
         """The loss, and what is measured over all examples together."""
         means = {"loss": Mean()}
-        measured: Measured = (
+        measured: Gathered = (
             Numbers()
             if self.problem == REGRESSION
             else Labels(self.labels, self.options.threshold)
@@ -362,12 +346,12 @@ class Classify(Task):
                 return loss, _NOTHING
             return loss, (logits[:, 0].cpu().numpy(), actual.cpu().numpy())
         numbers = [
-            [self._seen.index.get(name, -1) for name in self._names(row.numpy().tobytes())]
+            [self._index.get(name, -1) for name in self._names(row.numpy().tobytes())]
             for row in batch["label"]
         ]
         are_known = [-1 not in row for row in numbers]
         is_known = to_device(torch.tensor(are_known, dtype=torch.bool), logits.device)
-        weights = to_device(torch.tensor(self._seen.weights, dtype=logits.dtype), logits.device)
+        weights = to_device(torch.tensor(self._weights, dtype=logits.dtype), logits.device)
         options = self.options
         more = {"gamma": options.gamma if options.loss == "focal" else 0.0}
         losses_of: Callable[..., torch.Tensor]
@@ -482,12 +466,10 @@ def _order(name: str) -> tuple[bool, float, str]:
 
 
 def _quoted(names: Iterable[str]) -> str:
-    listed = list(names)
-    remainder = f" and {len(listed) - CLASSES_NAMED} more" if len(listed) > CLASSES_NAMED else ""
-    return ", ".join(repr(name) for name in listed[:CLASSES_NAMED]) + remainder
+    return _listed([repr(name) for name in names])
 
 
-def _listed(names: tuple[str, ...], counts: Counter[str]) -> str:
-    listed = [f"{name} ({counts[name]:,})" for name in names[:CLASSES_NAMED]]
-    num_hidden = len(names) - CLASSES_NAMED
-    return ", ".join(listed) + (f" and {num_hidden} more" if num_hidden > 0 else "")
+def _listed(texts: list[str]) -> str:
+    num_hidden = len(texts) - CLASSES_NAMED
+    more = f" and {num_hidden} more" if num_hidden > 0 else ""
+    return ", ".join(texts[:CLASSES_NAMED]) + more

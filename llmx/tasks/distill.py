@@ -34,8 +34,8 @@ from llmx.tasks.online import (
     OnlineTask,
     Prompt,
     RolloutKey,
-    auto_new_tokens,
     new_tokens_problems,
+    sampling_of,
 )
 
 if TYPE_CHECKING:
@@ -246,9 +246,8 @@ class OnPolicyDistill(Distill, OnlineTask):
     def auto_options(cls, exp: Experiment) -> dict[str, Any]:
         chosen = {"teacher_logits": "live", "loss": "reverse_kl", "alpha": 0.0}
         options = exp.task.options
-        return {name: value for name, value in chosen.items() if name not in options} | (
-            auto_new_tokens(exp)
-        )
+        chosen = {name: value for name, value in chosen.items() if name not in options}
+        return {**chosen, **super().auto_options(exp)}
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -295,17 +294,9 @@ class OnPolicyDistill(Distill, OnlineTask):
         self, models: Models, prompts: Sequence[Prompt], key: RolloutKey
     ) -> list[list[Example]]:
         """A completion of each prompt, by the student."""
-        from llmx.models.generate import stop_ids
-        from llmx.models.sampling import Sampling
-
-        sampling = Sampling(
-            temperature=self.options.temperature,
-            max_new_tokens=self.options.max_new_tokens,
-            stop_ids=frozenset(stop_ids(models.main.module, self.tokenizer)),
-        )
-        completions = models.main.sample(
-            [prompt.tokens for prompt in prompts], sampling, n=1, seeds=key.of
-        )
+        tokens_of_prompts = [prompt.tokens for prompt in prompts]
+        sampling = sampling_of(self, models)
+        completions = models.main.sample(tokens_of_prompts, sampling, n=1, seeds=key.of)
         examples = []
         for prompt, (completion,) in zip(prompts, completions, strict=True):
             room = self.exp.data.seq_len - len(prompt.tokens)

@@ -172,14 +172,17 @@ class Dpo(Task):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """fp32 [sequences] each: of the policy and of the reference, as the loss takes them; and
         the policy's means over tokens."""
-        live = None
+        reference = None
         if self._reference == "live":
             # Before the policy's pass: nothing lies between that and its backward pass, for which
             # activations wait, and at ZeRO-3 gathered parameters.
-            live = models["reference"].log_probabilities(batch).sums()
+            reference = models["reference"].log_probabilities(batch).sums()
         logps = models["policy"].log_probabilities(batch)
         logp, counts = logps.sums(), logps.counts().clamp(min=1)
-        reference = self._reference_logp(batch, logp) if live is None else live
+        if self._reference == "stored":
+            reference = batch[REFERENCE].to(logp.device, non_blocking=True)
+        elif reference is None:
+            reference = logp.detach() * 0.0
         per_token = logp / counts
         if self.options.length_normalised or self.options.loss in BY_TOKEN:
             return per_token, reference / counts, per_token
@@ -205,12 +208,6 @@ class Dpo(Task):
             },
         )
 
-    def _reference_logp(self, batch: Batch, like: torch.Tensor) -> torch.Tensor:
-        """fp32 [sequences]: sums over the tokens of an answer, stored or none."""
-        if self._reference == "stored":
-            return batch[REFERENCE].to(like.device, non_blocking=True)
-        return like.detach() * 0.0
-
 
 class Kto(Dpo, JointTask):
     """``task.options.loss=kto``: answers with a verdict each, compared with the whole step."""
@@ -232,8 +229,39 @@ class Kto(Dpo, JointTask):
         return torch.stack([logp - reference, per_token], dim=1)
 
     def joint_loss(self, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> JointLoss:
-        """The losses of all answers; their reference point is that of the whole step."""
-        return kto_step(self.options, outputs, columns)
+        """Every answer by itself; an example of two is the mean of both.
+
+        The reference point is the mean log-ratio of all answers of the step, at least 0, a number
+        without a gradient. The paper estimates it with answers to other prompts, which takes two
+        more forward passes; this is the estimate of TRL's former ``kto_pair``.
+        """
+        import torch
+
+        ratios, per_token = outputs.unbind(dim=1)
+        of_example = columns[EXAMPLES]
+        desirable = columns[DESIRABLE].bool()
+        examples = int(of_example[-1]) + 1 if len(of_example) else 0
+
+        def by_example(values: torch.Tensor) -> torch.Tensor:
+            return values.new_zeros(examples).index_add(0, of_example, values)
+
+        kl = (ratios.detach().sum() / max(1, len(ratios))).clamp(min=0)
+        losses = kto_losses(self.options, ratios, desirable, kl)
+        if self.options.sft_weight:
+            losses = losses - self.options.sft_weight * per_token * desirable
+        rewards, good = self.options.beta * ratios.detach(), desirable.to(ratios.dtype)
+        sizes, unit = by_example(torch.ones_like(good)), good.new_ones(examples)
+        above = shares_right(rewards - self.options.beta * kl, self.options.beta)
+        right = torch.where(desirable, above, 1 - above)
+        return JointLoss(
+            by_example(losses) / sizes,
+            {
+                "accuracy": (by_example(right), sizes),
+                "rewards_chosen": (by_example(rewards * good), by_example(good)),
+                "rewards_rejected": (by_example(rewards * (1 - good)), by_example(1 - good)),
+                "kl": (kl * unit, unit),
+            },
+        )
 
 
 TIE = 1e-4
@@ -307,44 +335,3 @@ def kto_losses(
     good = options.desirable_weight * (1 - torch.sigmoid(options.beta * (ratios - kl)))
     bad = options.undesirable_weight * (1 - torch.sigmoid(options.beta * (kl - ratios)))
     return torch.where(desirable, good, bad)
-
-
-def kto_step(
-    options: Options, outputs: torch.Tensor, columns: Mapping[str, torch.Tensor]
-) -> JointLoss:
-    """Every answer by itself; an example of two is the mean of both.
-
-    The reference point is the mean log-ratio of all answers of the step, at least 0, a number
-    without a gradient. The paper estimates it with answers to other prompts, which takes two more
-    forward passes; this is the estimate of TRL's former ``kto_pair``.
-
-    Args:
-        outputs: of ``Kto.outputs``, for all sequences.
-    """
-    import torch
-
-    ratios, per_token = outputs.unbind(dim=1)
-    of_example = columns[EXAMPLES]
-    desirable = columns[DESIRABLE].bool()
-    examples = int(of_example[-1]) + 1 if len(of_example) else 0
-
-    def by_example(values: torch.Tensor) -> torch.Tensor:
-        return values.new_zeros(examples).index_add(0, of_example, values)
-
-    kl = (ratios.detach().sum() / max(1, len(ratios))).clamp(min=0)
-    losses = kto_losses(options, ratios, desirable, kl)
-    if options.sft_weight:
-        losses = losses - options.sft_weight * per_token * desirable
-    rewards, good = options.beta * ratios.detach(), desirable.to(ratios.dtype)
-    sizes, unit = by_example(torch.ones_like(good)), good.new_ones(examples)
-    above = shares_right(rewards - options.beta * kl, options.beta)
-    right = torch.where(desirable, above, 1 - above)
-    return JointLoss(
-        by_example(losses) / sizes,
-        {
-            "accuracy": (by_example(right), sizes),
-            "rewards_chosen": (by_example(rewards * good), by_example(good)),
-            "rewards_rejected": (by_example(rewards * (1 - good)), by_example(1 - good)),
-            "kl": (kl * unit, unit),
-        },
-    )

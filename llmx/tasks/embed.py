@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -281,19 +281,16 @@ class Pairs:
         to_positives = equal.index_select(1, self.positives) | (self.query_text == query)
         # Not equal[:, positives] = ..., for which the host would wait for the device.
         equal.index_copy_(1, self.positives, to_positives)
-        return self._but_own(equal, self.positives[rows])
-
-    def hidden_queries(self, rows: torch.Tensor) -> torch.Tensor:
-        """bool [rows, pairs]: which queries are no negatives of the positives of these pairs."""
-        query, passage = self.query_text[rows, None], self.passage_text[self.positives[rows], None]
-        equal = (self.passage_text[self.positives] == passage) | (self.query_text == passage)
-        equal |= self.query_text == query
-        return self._but_own(equal, rows)
-
-    def _but_own(self, equal: torch.Tensor, right_columns: torch.Tensor) -> torch.Tensor:
-        """``equal`` without the right column of each row; none where duplicates are not masked."""
-        equal = equal.scatter(1, right_columns[:, None], value=False)
+        equal = equal.scatter(1, self.positives[rows][:, None], value=False)
         return equal if self.mask_duplicates else equal & False
+
+    def swapped(self) -> Pairs:
+        """The positives as queries, which are told apart by the queries as passages."""
+        import torch
+
+        numbers = torch.arange(len(self.queries), device=self.queries.device)
+        places, text = self.passages[self.positives], self.passage_text[self.positives]
+        return Pairs(places, self.queries, numbers, text, self.query_text, self.mask_duplicates)
 
 
 def contrast(
@@ -302,17 +299,18 @@ def contrast(
     """fp32 [pairs]: the loss of each pair; and 1 where its passage is the most similar one."""
     import torch
 
-    losses = outputs.new_zeros(len(pairs.queries))
+    losses, chunks = outputs.new_zeros(len(pairs.queries)), list(_chunks(pairs))
     right = losses
     for dims in (outputs.shape[1], *options.matryoshka_dims):
         vectors = outputs[:, :dims]
         if options.normalize:
             vectors = torch.nn.functional.normalize(vectors, dim=-1)
         queries, passages = vectors[pairs.queries], vectors[pairs.passages]
-        dim_losses, best = _over_rows(queries, passages, pairs, options, backwards=False)
+        dim_losses, best = _over_rows(queries, passages, pairs, chunks, options)
         if options.symmetric:
-            back, _ = _over_rows(passages[pairs.positives], queries, pairs, options, backwards=True)
-            dim_losses = (dim_losses + back) / 2
+            positives = passages[pairs.positives]
+            backwards, _ = _over_rows(positives, queries, pairs.swapped(), chunks, options)
+            dim_losses = (dim_losses + backwards) / 2
         losses = losses + dim_losses
         if dims == outputs.shape[1]:
             right = best
@@ -320,37 +318,35 @@ def contrast(
 
 
 def _over_rows(
-    anchors: torch.Tensor,
-    candidates: torch.Tensor,
+    queries: torch.Tensor,
+    passages: torch.Tensor,
     pairs: Pairs,
+    chunks: Sequence[torch.Tensor],
     options: Options,
-    *,
-    backwards: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy of each row's own among the others, a bounded number of rows at once."""
+    """Cross entropy of each query's positive among the passages, those of a chunk at once; and
+    whether the positive is the most similar one."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    def some(anchors: torch.Tensor, candidates: torch.Tensor, rows: torch.Tensor) -> Any:
-        hidden = pairs.hidden_queries(rows) if backwards else pairs.hidden(rows)
-        right_columns = rows if backwards else pairs.positives[rows]
-        scores = anchors @ candidates.t() / options.temperature
-        scores = scores.masked_fill(hidden, -torch.inf)
-        losses = torch.nn.functional.cross_entropy(scores, right_columns, reduction="none")
-        return losses, (scores.detach().argmax(dim=1) == right_columns).float()
+    def some(queries: torch.Tensor, passages: torch.Tensor, rows: torch.Tensor) -> Any:
+        positives = pairs.positives[rows]
+        scores = queries @ passages.t() / options.temperature
+        scores = scores.masked_fill(pairs.hidden(rows), -torch.inf)
+        losses = torch.nn.functional.cross_entropy(scores, positives, reduction="none")
+        return losses, (scores.detach().argmax(dim=1) == positives).float()
 
     losses, right = [], []
-    chunks = list(_chunks(pairs))
     for rows in chunks:
         if len(chunks) == 1 or not torch.is_grad_enabled():
-            row_losses, best = some(anchors[rows], candidates, rows)
+            row_losses, best = some(queries[rows], passages, rows)
         else:
             row_losses, best = checkpoint(
-                some, anchors[rows], candidates, rows, use_reentrant=False, preserve_rng_state=False
+                some, queries[rows], passages, rows, use_reentrant=False, preserve_rng_state=False
             )
         losses.append(row_losses)
         right.append(best)
-    empty = anchors.sum(dim=1)[:0]
+    empty = queries.sum(dim=1)[:0]
     return torch.cat([empty, *losses]), torch.cat([empty.detach(), *right])
 
 

@@ -28,13 +28,7 @@ from llmx.data.format.rows import Conversation, Prompted
 from llmx.data.source.records import Rejected
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
-from llmx.tasks.base import (
-    Loss,
-    Normaliser,
-    completion_metrics,
-    completion_scores,
-    unused_dropout,
-)
+from llmx.tasks.base import Loss, Normaliser, unused_dropout
 from llmx.tasks.collapse import CollapseWatch
 from llmx.tasks.environment import Environment, Episodes, Observations, load_environment
 from llmx.tasks.online import (
@@ -42,8 +36,8 @@ from llmx.tasks.online import (
     OnlineTask,
     Prompt,
     RolloutKey,
-    auto_new_tokens,
     new_tokens_problems,
+    sampling_of,
 )
 from llmx.tasks.policy_loss import (
     group_advantages,
@@ -187,6 +181,7 @@ class Grpo(OnlineTask):
     takes: ClassVar[tuple[type, ...]] = (Prompted, Conversation)
     Options: ClassVar[type | None] = Options
     loss_on = "last"
+    completes = True
     corrects_staleness = True
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
@@ -234,10 +229,6 @@ class Grpo(OnlineTask):
             yield from _staleness_problems(exp, self.options)
         yield from self.options.problems()
 
-    @classmethod
-    def auto_options(cls, exp: Experiment) -> dict[str, Any]:
-        return auto_new_tokens(exp)
-
     def encoding_identity(self) -> dict[str, Any]:
         """No option changes the stored prompts: a sweep over them prepares nothing anew."""
         return {"kind": "prompts", "version": 2, "compared": bool(self._compared)}
@@ -281,12 +272,18 @@ class Grpo(OnlineTask):
     def _observations(self) -> Observations:
         return Observations(self.tokenizer, template=self.exp.data.template)
 
-    @property
-    def _rewards(self) -> list[str]:
-        """The rewards by the names of their metrics: functions, environment, reward model."""
-        names = short_names(self.options.rewards)
-        names += [ENVIRONMENT] if self.options.environment else []
-        return [*names, REWARD_MODEL] if self.options.reward_model else names
+    @cached_property
+    def _rewards(self) -> dict[str, float]:
+        """The weight of each reward in the sum, by the name of its metric: functions, environment,
+        reward model."""
+        options = self.options
+        weights = options.reward_weights or [1.0] * len(options.rewards)
+        rewards = dict(zip(short_names(options.rewards), weights, strict=False))
+        if options.environment:
+            rewards[ENVIRONMENT] = 1.0
+        if options.reward_model:
+            rewards[REWARD_MODEL] = options.reward_model_weight
+        return rewards
 
     token_columns: ClassVar[tuple[str, ...]] = ()
     """Further columns of a ``Signal`` by token."""
@@ -307,28 +304,24 @@ class Grpo(OnlineTask):
     @property
     def metrics(self) -> Mapping[str, Metric]:
         is_scored = self.exp.task.eval_generate and self.options.rewards
-        both = ("train", "eval") if is_scored else ("train",)
-        train = {
-            name: Metric(**_MEASURED_METRICS[name], kinds=("train",))
-            for name in self._measures
-            if name in _MEASURED_METRICS
-        }
+        both = (*TRAIN, "eval") if is_scored else TRAIN
+        train = {name: _MEASURES[name] for name in self._measures if name in _MEASURES}
         if self.options.beta:
-            train["kl"] = Metric("KL", kinds=("train",))
+            train["kl"] = Metric("KL", kinds=TRAIN)
         if self.exp.rollout.weights_samples:
-            train |= {name: Metric(**values, kinds=("train",)) for name, values in _STALE.items()}
+            train |= _STALE
         return {
             "reward": Metric("reward", higher_is_better=True, kinds=both),
             **{
                 _metric(name): Metric(
-                    _metric(name), kinds=("train",) if name in (ENVIRONMENT, REWARD_MODEL) else both
+                    _metric(name), kinds=TRAIN if name in (ENVIRONMENT, REWARD_MODEL) else both
                 )
                 for name in self._rewards
             },
             **train,
-            "entropy": Metric("entropy", kinds=("train",)),
-            "clipped": Metric("clipped", "percent", kinds=("train",)),
-            **completion_metrics(self.exp.task),
+            "entropy": Metric("entropy", kinds=TRAIN),
+            "clipped": Metric("clipped", "percent", kinds=TRAIN),
+            **super().metrics,
         }
 
     @property
@@ -453,17 +446,7 @@ class Grpo(OnlineTask):
         seeds: Callable[[int, int], int],
     ) -> list[list[Completion]]:
         """``n`` completions of each prompt. Whatever is trained is drawn here. Collective."""
-        from llmx.models.generate import stop_ids
-        from llmx.models.sampling import Sampling
-
-        options = self.options
-        sampling = Sampling(
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            max_new_tokens=options.max_new_tokens,
-            stop_ids=frozenset(stop_ids(models.main.module, self.tokenizer)),
-        )
+        sampling = sampling_of(self, models, top_p=self.options.top_p, top_k=self.options.top_k)
         return models.main.sample(prompts, sampling, n=n, seeds=seeds)
 
     def _play(
@@ -538,13 +521,6 @@ class Grpo(OnlineTask):
     def _has_signal(self, group: Group) -> bool:
         return not _are_equal(_spread(group.totals))
 
-    @property
-    def _weights(self) -> list[float]:
-        options = self.options
-        weights = options.reward_weights or [1.0] * len(options.rewards)
-        weights = [*weights, 1.0] if options.environment else weights
-        return [*weights, options.reward_model_weight] if options.reward_model else weights
-
     def _extended(
         self, sample: Drawn, completion: Completion, *, observed: Sequence[int] = ()
     ) -> Drawn:
@@ -589,7 +565,7 @@ class Grpo(OnlineTask):
         if self.options.reward_model:
             model_scores = self._over_ranks(models[REWARD_MODEL], drawn, _sequence_scores)
             scores = np.column_stack([scores, np.array(model_scores)])
-        return scores, _totals(scores, self._weights, failed)
+        return scores, _totals(scores, [*self._rewards.values()], failed)
 
     def _values(self, rows: Sequence[Scored]) -> tuple[np.ndarray, np.ndarray]:
         """fp64 [rows, functions], NaN where there is no value; and bool [rows], where one
@@ -649,9 +625,7 @@ class Grpo(OnlineTask):
 
     def _reference_logps(self, model: Model, batch: Batch) -> list[np.ndarray]:
         logps, _ = self._token_values(model, batch)
-        sequences, count = model.sequences_of_targets(batch)
-        values = logps.cpu().numpy()
-        return [values[sequences.numpy() == number] for number in range(count)]
+        return by_sequence(model, batch, logps)
 
     def _token_values(self, model: Model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability of each target token at ``temperature``, with a graph, and the entropy of
@@ -796,17 +770,12 @@ class Grpo(OnlineTask):
         values, counts = (batch[name].double().sum(0).tolist() for name in ("measures", "measured"))
         return {name: (values[at], counts[at]) for at, name in enumerate(self._measures)}
 
-    def eval_prompts(self) -> list[EvalPrompt]:
-        return self.held_out_prompts
-
     def score(self, prompts: Sequence[EvalPrompt], completions: Sequence[str]) -> dict[str, float]:
         """The metrics of the completions whose prompts have a reference, and the rewards of all
         without that of a reward model."""
         pairs = zip(prompts, completions, strict=True)
         answered = [(prompt, completion) for prompt, completion in pairs if prompt.expected]
-        scores = completion_scores(
-            self.exp.task, [prompt for prompt, _ in answered], [text for _, text in answered]
-        )
+        scores = super().score([prompt for prompt, _ in answered], [text for _, text in answered])
         rows = [
             Scored(
                 self.decode(list(prompt.tokens)),
@@ -824,7 +793,7 @@ class Grpo(OnlineTask):
             for at, name in enumerate(self._functions)
             if not np.isnan(values[:, at]).all()
         }
-        totals = _totals(values, self._weights[: len(self._functions)], failed)
+        totals = _totals(values, [self._rewards[name] for name in self._functions], failed)
         if not np.isnan(totals).all():
             means["reward"] = float(np.nanmean(totals))
         return {**scores, **means}
@@ -835,21 +804,22 @@ GROUPS_DRAWN = "groups_drawn"
 STALENESS = "staleness"
 TURNS = "turns"
 """Completions of a sample with an environment."""
+TRAIN = ("train",)
 _MEASURED = ("reward_failed", "no_signal", "truncated", "completion_tokens")
-_MEASURED_METRICS: dict[str, dict[str, Any]] = {
-    "reward_std": {"title": "reward std"},
-    "reward_failed": {"title": "without reward", "format": "percent", "higher_is_better": False},
-    "no_signal": {"title": "groups of one reward", "format": "percent"},
-    "truncated": {"title": "truncated", "format": "percent"},
-    "completion_tokens": {"title": "completion tokens"},
-    GROUPS_DRAWN: {"title": "groups drawn per group trained"},
-    TURNS: {"title": "turns"},
-    STALENESS: {"title": "staleness"},
+_MEASURES = {
+    "reward_std": Metric("reward std", kinds=TRAIN),
+    "reward_failed": Metric("without reward", "percent", higher_is_better=False, kinds=TRAIN),
+    "no_signal": Metric("groups of one reward", "percent", kinds=TRAIN),
+    "truncated": Metric("truncated", "percent", kinds=TRAIN),
+    "completion_tokens": Metric("completion tokens", kinds=TRAIN),
+    GROUPS_DRAWN: Metric("groups drawn per group trained", kinds=TRAIN),
+    TURNS: Metric("turns", kinds=TRAIN),
+    STALENESS: Metric("staleness", kinds=TRAIN),
 }
-"""Metrics of every generated sample."""
-_STALE: dict[str, dict[str, Any]] = {
-    "sampler_kl": {"title": "KL of the sampler"},
-    "importance_truncated": {"title": "truncated weights", "format": "percent"},
+"""Metrics of every generated sample beside its rewards."""
+_STALE = {
+    "sampler_kl": Metric("KL of the sampler", kinds=TRAIN),
+    "importance_truncated": Metric("truncated weights", "percent", kinds=TRAIN),
 }
 """Metrics with ``rollout.max_staleness`` or vLLM: distance of the policies that drew and train; the
 share of importance weights over ``importance_cap``."""
@@ -875,6 +845,13 @@ def _staleness_problems(exp: Experiment, options: Options) -> Iterator[str]:
             f"task.options.loss={options.loss} has one ratio for a completion, and "
             "rollout.importance=token one weight for each token. Set rollout.importance=sequence."
         )
+
+
+def by_sequence(model: Model, batch: Batch, values: torch.Tensor) -> list[np.ndarray]:
+    """``values`` of the target tokens of a batch, by its sequences."""
+    sequences, count = model.sequences_of_targets(batch)
+    array = values.cpu().numpy()
+    return [array[sequences.numpy() == number] for number in range(count)]
 
 
 def _metric(reward: str) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from llmx.tasks.base import Accumulator, Mean, Normaliser, Task
+from llmx.tasks.base import Accumulator, Gathered, Mean, Normaliser, Task
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from llmx.models.model import Batch, Models
@@ -74,56 +73,34 @@ class JointTask(Task):
         names = [name for name, metric in self.metrics.items() if "eval" in metric.kinds]
         held_out = HeldOut(columns, self.measured, names=("loss", *names))
         for batch in batches:
-            held_out.add(self.outputs(models, batch), batch)
+            held_out.add_batch(self.outputs(models, batch), batch)
         return {"held_out": held_out}
 
 
-class HeldOut(Accumulator):
+@dataclass
+class HeldOut(Gathered):
     """The ``outputs`` of held-out sequences with their columns, to be measured together."""
 
-    def __init__(
-        self,
-        columns: Iterable[str],
-        measured: Callable[..., dict[str, float | None]],
-        *,
-        names: Sequence[str] = (),
-    ) -> None:
-        """``names``: those that ``measured`` has, for an evaluation without a sequence."""
-        self._measured, self._names = measured, names
-        self._outputs: list[np.ndarray] = []
-        self._columns: dict[str, list[np.ndarray]] = {name: [] for name in columns}
-        self._sizes: list[np.ndarray] = []
-        """Sequences of each example, by micro batch."""
+    columns: Sequence[str]
+    measured: Callable[..., dict[str, float | None]]
+    names: Sequence[str] = ()
+    """Those that ``measured`` has, for an evaluation without a sequence."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The arrays alone, which another rank takes in."""
-        return {name: vars(self)[name] for name in ("_outputs", "_columns", "_sizes")}
-
-    def add(self, outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> None:
+    def add_batch(self, outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> None:
         """Add the sequences of a micro batch."""
         if len(outputs):
-            self._outputs.append(outputs.detach().float().cpu().numpy())
-            self._sizes.append(batch[EXAMPLES].bincount().numpy())
-            for name, arrays in self._columns.items():
-                arrays.append(batch[name].numpy().copy())
-
-    def merge(self, other: HeldOut) -> None:
-        self._outputs += other._outputs
-        self._sizes += other._sizes
-        for name, arrays in self._columns.items():
-            arrays += other._columns[name]
+            columns = (batch[name].numpy().copy() for name in self.columns)
+            sizes = batch[EXAMPLES].bincount().numpy()
+            self.add(outputs.detach().float().cpu().numpy(), sizes, *columns)
 
     def values(self) -> dict[str, float | None]:
         """The measures of all of them."""
-        import numpy as np
         import torch
 
-        if not self._outputs:
-            return dict.fromkeys(self._names)
-        sizes = np.concatenate(self._sizes)
-        columns = {
-            EXAMPLES: torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)),
-            **{n: torch.from_numpy(np.concatenate(x)) for n, x in self._columns.items()},
-        }
+        if not self._parts:
+            return dict.fromkeys(self.names)
+        outputs, sizes, *columns = map(torch.from_numpy, self.arrays())
+        by_name = dict(zip(self.columns, columns, strict=True))
+        by_name[EXAMPLES] = torch.arange(len(sizes)).repeat_interleave(sizes)
         with torch.no_grad():
-            return self._measured(torch.from_numpy(np.concatenate(self._outputs)), columns)
+            return self.measured(outputs, by_name)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmx.config import Experiment
+from llmx.config.fields import AUTO
 from llmx.data.examples import Column, Example
-from llmx.models.sampling import sample_seed
+from llmx.models.sampling import Sampling, sample_seed
 from llmx.tasks.base import Accumulator, Mean, Task
 
 if TYPE_CHECKING:
@@ -70,6 +71,14 @@ class OnlineTask(Task):
     generated: Sequence[GeneratedSample] = ()
     """The samples of the newest rollout, for ``rollouts.jsonl`` and the report."""
 
+    @classmethod
+    def auto_options(cls, exp: Experiment) -> dict[str, Any]:
+        """Completions that leave a prompt half of the sequence, where their length is ``auto``."""
+        default = getattr(cls.Options, "max_new_tokens", None)
+        if exp.task.options.get("max_new_tokens", default) not in ("auto", AUTO):
+            return {}
+        return {"max_new_tokens": min(256, exp.data.seq_len // 2)}
+
     @property
     def evaluates_loss(self) -> bool:
         return type(self).evaluate is not OnlineTask.evaluate
@@ -98,8 +107,13 @@ def new_tokens_problems(task: OnlineTask) -> Iterator[str]:
         )
 
 
-def auto_new_tokens(exp: Experiment) -> dict[str, int]:
-    """Completions that leave a prompt half of the sequence, where ``max_new_tokens`` is auto."""
-    if exp.task.options.get("max_new_tokens", "auto") != "auto":
-        return {}
-    return {"max_new_tokens": min(256, exp.data.seq_len // 2)}
+def sampling_of(task: OnlineTask, models: Models, **limits: Any) -> Sampling:
+    """How the options of a task have completions drawn: each ends with a stop token."""
+    from llmx.models.generate import stop_ids
+
+    return Sampling(
+        temperature=task.options.temperature,
+        max_new_tokens=task.options.max_new_tokens,
+        stop_ids=frozenset(stop_ids(models.main.module, task.tokenizer)),
+        **limits,
+    )

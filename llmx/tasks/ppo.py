@@ -23,7 +23,7 @@ from llmx.config.fields import model_source, number
 from llmx.config.tasks import TaskDefaults
 from llmx.run.metrics import Metric
 from llmx.tasks.base import Loss, Normaliser
-from llmx.tasks.grpo import Drawn, Group, Grpo, Signal
+from llmx.tasks.grpo import Drawn, Group, Grpo, Signal, by_sequence
 from llmx.tasks.online import RolloutKey
 from llmx.tasks.policy_loss import (
     clipped_gains,
@@ -144,9 +144,7 @@ class Ppo(Grpo):
 
     def _values_of(self, model: Model, batch: Batch) -> list[np.ndarray]:
         """fp64 [tokens] of each sequence."""
-        values = model.token_scores(batch).double().cpu().numpy()
-        sequences, count = model.sequences_of_targets(batch)
-        return [values[sequences.numpy() == number] for number in range(count)]
+        return by_sequence(model, batch, model.token_scores(batch).double())
 
     def loss(self, models: Models, batch: Batch) -> Loss:
         """Loss of the policy and of the value model, summed over target tokens."""

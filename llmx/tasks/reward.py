@@ -7,7 +7,6 @@ The exported model loads with ``AutoModelForSequenceClassification``; its one lo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,7 +15,7 @@ from llmx.config.fields import number
 from llmx.config.tasks import TaskDefaults
 from llmx.data import Column, Example, Preference, Rejected
 from llmx.run.metrics import Metric
-from llmx.tasks.base import Loss, Task
+from llmx.tasks.base import Loss, Task, finite
 
 if TYPE_CHECKING:
     from llmx.models.model import Batch, Models, ModelSpec
@@ -56,16 +55,8 @@ class Reward(Task):
     def _margin(self, row: Preference) -> float:
         if row.margin is None or row.margin == "":
             return 0.0
-        try:
-            value = float(row.margin)
-        except (TypeError, ValueError):
-            value = math.nan
-        if not math.isfinite(value):
-            raise Rejected(
-                "a margin that is not a number",
-                f'"margin" is {str(row.margin)[:60]!r}, not a finite number.',
-            )
-        return value
+        problem = f'"margin" is {str(row.margin)[:60]!r}, not a finite number.'
+        return finite(row.margin, Rejected("a margin that is not a number", problem))
 
     @property
     def metrics(self) -> Mapping[str, Metric]:

@@ -40,6 +40,20 @@ ENVIRONMENT = "environment"
 """The name of the sum of the rewards that an environment gives."""
 BUILT_IN = ("exact_match", "format", "length", "overlong", MATH)
 
+OPTION_OF = {
+    "format": (
+        "format",
+        "a regular expression that the whole completion must match, e.g. "
+        "task.options.format='<think>.*</think>.*'",
+    ),
+    "overlong": (
+        "overlong_buffer",
+        "the number of last tokens over which the penalty grows, e.g. "
+        "task.options.overlong_buffer=64",
+    ),
+}
+"""The option that a reward needs, and what it says."""
+
 NO_VALUE = "it returned None, and no other reward has a value for this completion."
 
 T = TypeVar("T")
@@ -77,7 +91,7 @@ def short_names(names: Sequence[str]) -> list[str]:
 def reward_problems(options: RolloutOptions) -> Iterator[str]:
     """Yield a message for rewards that cannot be used together, or not on this machine, and for
     one whose option is missing, or an option without its reward."""
-    names, weights, pattern = options.rewards, options.reward_weights, options.format
+    names, weights = options.rewards, options.reward_weights
     key = f"task.options.rewards={shown(list(names))}"
     if not names and not options.reward_model and not options.environment:
         yield (
@@ -100,25 +114,18 @@ def reward_problems(options: RolloutOptions) -> Iterator[str]:
             "task.options.rewards has overlong, which judges the length of one completion, and "
             "task.options.environment makes several. Remove one of them."
         )
-    if "format" in names and not pattern:
-        yield (
-            "task.options.rewards has format, and task.options.format is not set. Set it to a "
-            "regular expression that the whole completion must match, e.g. "
-            "task.options.format='<think>.*</think>.*'."
-        )
     try:
-        re.compile(pattern or "")
+        re.compile(options.format or "")
     except re.error as error:
-        yield f"task.options.format={pattern}: is not a regular expression: {error}."
-    if "overlong" in names and not options.overlong_buffer:
-        yield (
-            "task.options.rewards has overlong, and task.options.overlong_buffer is 0. Set it to "
-            "the number of last tokens over which the penalty grows, e.g. "
-            "task.options.overlong_buffer=64."
-        )
-    for name, option in {"format": "format", "overlong": "overlong_buffer"}.items():
+        yield f"task.options.format={options.format}: is not a regular expression: {error}."
+    for name, (option, meaning) in OPTION_OF.items():
         value = getattr(options, option)
-        if value and name not in names:
+        if name in names and not value:
+            yield (
+                f"task.options.rewards has {name}, and task.options.{option} is "
+                f"{'0' if value == 0 else 'not set'}. Set it to {meaning}."
+            )
+        elif value and name not in names:
             yield (
                 f"task.options.{option}={value} has no effect without the reward {name}. Add "
                 f"{name} to task.options.rewards, or remove the option."

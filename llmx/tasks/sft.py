@@ -5,7 +5,7 @@ An eval prompt is a held-out conversation up to its last completion, rendered as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,9 @@ from llmx.data.examples import TOKEN_WEIGHT, Example
 from llmx.data.format.rows import Conversation
 from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
-from llmx.run.metrics import Metric
-from llmx.tasks.base import NATS, Loss, Task, completion_metrics, completion_scores, next_token_loss
+from llmx.tasks.base import NATS, Loss, Task, next_token_loss
 
 if TYPE_CHECKING:
-    from llmx.data import EvalPrompt
     from llmx.models.model import Batch, Models
 
 
@@ -48,6 +46,7 @@ class Sft(Task):
 
     Options = Options
     loss_unit = NATS
+    completes = True
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         super().__init__(exp, tokenizer)
@@ -94,11 +93,6 @@ class Sft(Task):
                 "data.form and data.columns."
             )
 
-    @property
-    def metrics(self) -> Mapping[str, Metric]:
-        """Metrics of greedy completions: exact match, or ``task.eval_metrics``."""
-        return completion_metrics(self.exp.task)
-
     def loss(self, models: Models, batch: Batch) -> Loss:
         """Cross entropy of the completions; in training with what the options add."""
         model, options = models.main, self.options
@@ -109,10 +103,3 @@ class Sft(Task):
         terms = TokenLoss(dft=options.dft, z_loss=options.z_loss)
         noise = options.neftune_alpha
         return next_token_loss(model, batch, token_loss=terms, embedding_noise=noise)
-
-    def eval_prompts(self) -> list[EvalPrompt]:
-        return self.held_out_prompts
-
-    def score(self, prompts: Sequence[EvalPrompt], completions: Sequence[str]) -> dict[str, float]:
-        """The metrics of the completions, compared with the expected ones."""
-        return completion_scores(self.exp.task, prompts, completions)

@@ -20,7 +20,7 @@ from llmx.models.generate import generate, stop_ids
 from llmx.models.sampling import Sampling
 from llmx.plan.types import BatchPlan
 from llmx.run.rundir import RunDir, read_json, write_json
-from llmx.tasks import Accumulator, Mean, Table, Task
+from llmx.tasks import Accumulator, Mean, Table, Task, held_out
 from llmx.train.batches import Layout
 from llmx.train.engine.build import Engine
 from llmx.train.session import Session
@@ -61,10 +61,7 @@ def evaluate_task(
                 return
             # A rank without samples left runs a line of padding: the collectives of ZeRO-3 need
             # as many forwards of everyone.
-            yield layout.collate(
-                [task.held_out(store[index], index) for index in indices],
-                columns=store.batch_columns,
-            )
+            yield layout.collate(held_out(task, store, indices), columns=store.batch_columns)
 
     engine.engine.eval()
     measures = task.evaluate(engine.models, batches())

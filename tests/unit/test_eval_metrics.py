@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from llmx.data import EvalPrompt
 from llmx.errors import ConfigError
 from llmx.lifecycle.resume.changes import SAME, rule_of
 from llmx.run.metrics.completions import DECLARED, METRICS
-from llmx.tasks import completion_metrics, completion_scores
+from llmx.tasks.sft import Sft
 from tests.composing import composed
 
 OWN = "own_eval_metrics_of_a_test"
@@ -40,16 +41,21 @@ def test_the_names_are_those_of_the_metrics() -> None:
 
 
 def test_what_is_measured_and_how_it_is_called(own: Path) -> None:
-    task = TaskConfig(eval_generate=2, eval_metrics=["rougeL", f"{OWN}:length"])
-    found = completion_scores(task, PROMPTS, ["a b", "d"])
+    exp = composed(["hardware=cpu2"]).experiment
+
+    def sft(**values: Any) -> Sft:
+        return Sft(replace(exp, task=TaskConfig(**values)), None)
+
+    task = sft(eval_generate=2, eval_metrics=["rougeL", f"{OWN}:length"])
+    found = task.score(PROMPTS, ["a b", "d"])
     assert found == {"rougeL": pytest.approx(0.9), "length": 2.0}
-    assert found.keys() == completion_metrics(task).keys()
-    assert completion_scores(TaskConfig(), PROMPTS, ["a b", "d"]) == {"exact_match": 0.5}
-    assert completion_scores(task, [], []) == {}
-    assert completion_metrics(TaskConfig(eval_metrics=["rougeL"])) == {}
-    task = TaskConfig(eval_generate=2, eval_metrics=[f"{OWN}:two"])
+    assert found.keys() == task.metrics.keys()
+    assert sft().score(PROMPTS, ["a b", "d"]) == {"exact_match": 0.5}
+    assert task.score([], []) == {}
+    assert sft(eval_metrics=["rougeL"]).metrics == {}
+    task = sft(eval_generate=2, eval_metrics=[f"{OWN}:two"])
     with pytest.raises(ConfigError, match=r"returned several numbers \(one, other\)"):
-        completion_scores(task, PROMPTS, ["a b", "d"])
+        task.score(PROMPTS, ["a b", "d"])
 
 
 def test_code_of_ones_own_is_found_while_composing_and_not_imported(own: Path) -> None:

@@ -20,7 +20,8 @@ from llmx.errors import ConfigError, DataError
 from llmx.models.model import Models
 from llmx.models.pooling import give_pooled_forward
 from llmx.tasks import prepare, task_of, tokenizer_of
-from llmx.tasks.class_metrics import Accumulator, Classes, Labels, Numbers, roc_auc
+from llmx.tasks.base import Gathered
+from llmx.tasks.class_metrics import Classes, Labels, Numbers, roc_auc
 from llmx.tasks.classify import Classify, class_weights, multi_label_losses, single_label_losses
 from tests.data_rows import (
     Row,
@@ -301,7 +302,7 @@ RNG = np.random.default_rng(4)
 COUNT = 200
 
 
-def on_ranks(one: Accumulator, *arrays: np.ndarray) -> Accumulator:
+def on_ranks(one: Gathered, *arrays: np.ndarray) -> Gathered:
     """Of five micro batches on three ranks, one of which has nothing."""
     ranks = [one, *(type(one)(**_options(one)) for _ in range(2))]
     for number, part in enumerate(np.array_split(np.arange(COUNT), 5)):
@@ -311,7 +312,7 @@ def on_ranks(one: Accumulator, *arrays: np.ndarray) -> Accumulator:
     return one
 
 
-def _options(one: Accumulator) -> dict[str, object]:
+def _options(one: Gathered) -> dict[str, object]:
     return {key: value for key, value in vars(one).items() if not key.startswith("_")}
 
 

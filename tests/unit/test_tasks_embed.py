@@ -125,7 +125,7 @@ def test_equal_texts_are_no_negatives() -> None:
     pairs = Pairs.of(columns)
     hidden = pairs.hidden(torch.arange(4))
     assert hidden.int().tolist() == [[0, 1, 1, 0], [1, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]]
-    assert pairs.hidden_queries(torch.arange(4)).int().tolist() == [
+    assert pairs.swapped().hidden(torch.arange(4)).int().tolist() == [
         [0, 1, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0],
     ]  # fmt: skip
     every = Pairs.of(columns, mask_duplicates=False)
@@ -156,8 +156,8 @@ def held_out(ranks: int) -> dict[str, float | None]:
                 "example_ids": torch.zeros(2, dtype=torch.long),
                 "text_id": torch.tensor([2 * pair, 2 * pair + 1]),
             }
-            part.add(vectors[2 * pair : 2 * pair + 2], batch)
-        part.add(vectors[:0], {"example_ids": torch.zeros(0), "text_id": torch.zeros(0)})
+            part.add_batch(vectors[2 * pair : 2 * pair + 2], batch)
+        part.add_batch(vectors[:0], {"example_ids": torch.zeros(0), "text_id": torch.zeros(0)})
         parts.append(part)
     first, *others = parts
     for other in others:
@@ -178,7 +178,7 @@ def test_retrieval_is_the_same_on_any_number_of_ranks() -> None:
 def test_a_model_that_says_the_same_of_all_texts_finds_none() -> None:
     found = gathered(Options(recall_at=2))
     ids = torch.repeat_interleave(torch.arange(20), 2)
-    found.add(torch.ones(40, 4), {"example_ids": ids, "text_id": torch.arange(40)})
+    found.add_batch(torch.ones(40, 4), {"example_ids": ids, "text_id": torch.arange(40)})
     values = found.values()
     assert (values["accuracy"], values["mrr"], values["recall"]) == (0, 0, 0)
     assert values["loss"] == pytest.approx(np.log(20))
