@@ -185,7 +185,7 @@ class Task:
     """Whether a document of more than ``data.seq_len`` tokens may become several sequences
     (``data.over_long=split``). Its example has no columns then."""
 
-    asks_tokenizer: bool = False
+    asks_tokenizer: ClassVar[bool] = False
     """Whether the task may refuse a tokenizer: before a launch it is then made with the tokenizer,
     and ``load`` is called, in a process of its own, as it is where it runs code of the user's."""
 

@@ -204,7 +204,6 @@ class Grpo(OnlineTask):
         self._collapse = CollapseWatch(
             may_stop=exp.task.max_lost < 1 and "no_signal" in self._measures
         )
-        self.asks_tokenizer = bool(self.options.environment)
 
     def problems(self) -> Iterator[str]:
         """Options that no rollout can be made with, and rewards that are not there."""

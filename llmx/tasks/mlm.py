@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -57,7 +58,6 @@ class Mlm(Task):
 
     def __init__(self, exp: Experiment, tokenizer: Any) -> None:
         super().__init__(exp, tokenizer)
-        self._vocabulary: Vocabulary | None = None
         if tokenizer is not None and tokenizer.mask_token_id is None:
             raise ConfigError(
                 f"task=mlm: the tokenizer of {tokenizer.name_or_path!r} has no mask "
@@ -85,13 +85,14 @@ class Mlm(Task):
 
     def transform(self, sample: Sample, key: SampleKey) -> Sample:
         """The sample with some tokens hidden, and the labels at their places."""
-        if self._vocabulary is None:
-            self._vocabulary = Vocabulary(
-                self.tokenizer,
-                whole_words=self.options.whole_words,
-                num_embeddings=self.num_embeddings,
-            )
         return masked(sample, key, self.options, self._vocabulary)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        whole_words = self.options.whole_words
+        return Vocabulary(
+            self.tokenizer, whole_words=whole_words, num_embeddings=self.num_embeddings
+        )
 
     def weight(self, batch: Batch) -> float:
         """The number of hidden tokens in the batch."""
