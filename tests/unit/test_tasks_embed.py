@@ -190,11 +190,8 @@ def test_a_model_that_says_the_same_of_all_texts_finds_none() -> None:
 @pytest.mark.parametrize(
     ("query", "positive", "more"),
     [
-        ("question", "answer", {}),
-        ("query", "positive", {}),
         ("anchor", "positive", {}),
         ("sentence1", "sentence2", {"label": 1}),
-        ("instruction", "output", {}),
         ("prompt", "response", {}),
         ("title", "body", {}),
     ],

@@ -159,15 +159,3 @@ def test_a_network_that_scores_whole_sequences_is_no_value_model() -> None:
     model = replace(model_of(network, "padded"), name="value", spec=spec)
     with pytest.raises(ConfigError, match="'value' is a BertForSequenceClassification.*causal one"):
         model.token_scores({})
-
-
-def test_a_rollout_draws_again_what_it_has_drawn() -> None:
-    own = task()
-    models = models_for(own)
-    first, again, other_step = (rolled(own, models, step=step) for step in (0, 0, 1))
-    for one, other in zip(first, again, strict=True):
-        assert np.array_equal(one.tokens, other.tokens)
-        for name, values in one.columns.items():
-            assert np.array_equal(values, other.columns[name]), name
-    tokens = [[sample.tokens.tolist() for sample in samples] for samples in (first, other_step)]
-    assert tokens[0] != tokens[1]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from llmx.errors import DataError
@@ -36,9 +35,9 @@ MESSAGES = [
 ]
 
 
-def network(vocab_size: int = 2000, pad_token_id: int | None = None) -> Any:
+def network() -> Any:
     config = AutoConfig.for_model(
-        "llama", **TINY_LLAMA, vocab_size=vocab_size, num_labels=1, pad_token_id=pad_token_id
+        "llama", **TINY_LLAMA, vocab_size=2000, num_labels=1, pad_token_id=None
     )
     torch.manual_seed(0)
     return AutoModelForSequenceClassification.from_config(config)
@@ -72,15 +71,6 @@ def test_the_loss_is_that_of_the_scores(options: dict[str, float], tmp_path: Pat
     loss.sum.backward()
 
 
-def test_both_layouts_give_the_same_pairs(tmp_path: Path) -> None:
-    ours, theirs = (
-        sorted(sequences_of(prepared(experiment_on(tmp_path / name, "reward", rows))[1]))
-        for name, rows in (("texts", TEXTS), ("messages", MESSAGES))
-    )
-    assert ours == theirs
-    assert len(ours) == 24
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -110,47 +100,3 @@ def test_sequences_are_exactly_what_the_template_renders(name: str, tmp_path: Pa
     sides = [row[side] for row in MESSAGES for side in ("chosen", "rejected")]
     rendered = [tokenizer.apply_chat_template(one, return_dict=True)["input_ids"] for one in sides]
     assert {*sequences_of(prepared(exp, tokenizer)[1])} == {*map(tuple, rendered)}
-
-
-def test_a_model_that_has_learned_its_pairs_tells_them_apart_where_it_is_used(tmp_path) -> None:
-    """As docs/tasks.md says: the tokenizer's template, and transformers' own forward; the loss is
-    that of TRL's RewardTrainer."""
-    trl = pytest.importorskip("trl")
-    tokenizer = PUBLISHED["qwen2.5"].tokenizer()
-    exp = experiment_on(tmp_path, "reward", MESSAGES, seq_len=1024)
-    task, store = prepared(exp, tokenizer)
-    tokenizer.pad_token = tokenizer.eos_token
-    model = network(len(tokenizer), tokenizer.pad_token_id)
-    forward = model.forward
-    give_pooled_forward(model)
-    models = Models(policy=model_of(model, "mask", "packed"))
-    batch = batch_of(store)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    first = None
-    for _ in range(15):
-        loss = task.loss(models, batch)
-        first = first or float(loss.sum.detach()) / loss.weight
-        optimizer.zero_grad()
-        (loss.sum / loss.weight).backward()
-        optimizer.step()
-    model.forward = forward
-
-    def score(messages: list[dict[str, str]]) -> float:
-        inputs = tokenizer.apply_chat_template(messages, return_dict=True, return_tensors="pt")
-        with torch.no_grad():
-            return float(model(**inputs).logits)
-
-    assert all(score(row["chosen"]) > score(row["rejected"]) for row in MESSAGES)
-
-    untrained = network(len(tokenizer), tokenizer.pad_token_id)
-    trainer = trl.RewardTrainer(
-        untrained,
-        trl.RewardConfig(
-            str(tmp_path / "trl"), per_device_train_batch_size=len(MESSAGES), max_length=None,
-            report_to="none", use_cpu=True, bf16=False,
-        ),
-        train_dataset=Dataset.from_list(MESSAGES),
-        processing_class=tokenizer,
-    )  # fmt: skip
-    theirs = trainer.compute_loss(untrained, next(iter(trainer.get_train_dataloader())))
-    assert first == pytest.approx(float(theirs), abs=1e-5)
