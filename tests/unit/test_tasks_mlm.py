@@ -148,7 +148,7 @@ def test_a_step_hides_the_same_for_every_split(tmp_path: Path) -> None:
         "transform": transform_of(task, seed=4),
     }
     found = []
-    for sizes, accumulation in (((8,), 1), ((2, 2), 2), ((3, 1), 2), ((1, 1, 1, 1), 2)):
+    for sizes, accumulation in (((8,), 1), ((3, 1), 2), ((1, 1, 1, 1), 2)):
         batch = BatchPlan(8, accumulation, sizes, 128)
         micro_batches = [
             micro
@@ -165,8 +165,6 @@ def test_a_step_hides_the_same_for_every_split(tmp_path: Path) -> None:
         found.append((sorted(lines), sum(map(task.weight, micro_batches))))
     assert all(one == found[0] for one in found)
     assert found[0][1] > 0
-    other = make_step(store, 6, batch=BatchPlan(8, 1, (8,), 128), rank=0, **common)
-    assert other.micro_batches[0]["labels"].ne(IGNORE).any()
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])

@@ -82,7 +82,6 @@ def test_the_learning_rate_and_what_set_it(words, rate, adapter_rate, origin) ->
         (MODEL, "", 32, STEP, "default"),
         (MODEL, "batch.micro_batch=16", 128, STEP, "typed: batch.micro_batch=16"),
         (MODEL, "batch.micro_batch=auto", 32, STEP, "chosen by the plan"),
-        (MODEL, "batch.global_batch=16", 16, "typed: batch.global_batch=16", "default"),
         (
             *(MODEL, "batch=tokens_2m data.seq_len=2048", 1024),
             *("set by batch=tokens_2m", "set by batch=tokens_2m"),
