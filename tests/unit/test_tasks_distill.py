@@ -294,8 +294,6 @@ def test_the_place_of_the_teacher_is_checked_where_the_user_stands(tmp_path, mon
         exp, problems = complete(exp)
         return exp, "\n".join(problems)
 
-    exp, problems = completed("owner/teacher")
-    assert (exp.task.options["teacher"], problems) == ("owner/teacher", "")
     assert "task.options.teacher=./techer: no such file" in completed("./techer")[1]
     teacher = tmp_path / "teacher"
     teacher.mkdir()
