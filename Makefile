@@ -90,7 +90,7 @@ behaviour: venv ## run small trainings and preparations; compare their results w
 	$(BIN)/python -m tests.behaviour compare $(if $(ONLY),--only $(ONLY))
 
 behaviour-record: venv ## record these results anew, on purpose (before a redesign: on the commit before it)
-	$(BIN)/python -m tests.behaviour record $(if $(ONLY),--only $(ONLY))
+	$(BIN)/python -m tests.behaviour record
 
 bench: venv ## start-up, throughput, tokenizing and checkpoints against what others use
 	$(BIN)/python benchmarks/startup.py

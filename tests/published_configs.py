@@ -95,6 +95,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_LLAMA, "max_position_embeddings": 131072, "rope_theta": 500000.0,
         "rope_scaling": _LLAMA3_ROPE, "mlp_bias": False,
     },
+    "llama3.2": {
+        **_LLAMA, "max_position_embeddings": 131072, "rope_theta": 500000.0, "head_dim": 8,
+        "rope_scaling": {**_LLAMA3_ROPE, "factor": 32.0}, "tie_word_embeddings": True,
+    },
+    "codellama": {**_LLAMA, "rope_theta": 1000000, "max_position_embeddings": 16384},
+    "mistral": {
+        **_SIZES, **_V4, "architectures": ["MistralForCausalLM"], "model_type": "mistral",
+        "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0, "sliding_window": 16, "tie_word_embeddings": False,
+    },
     "mixtral": {
         **_SIZES, **_V4, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
         "hidden_act": "silu", "max_position_embeddings": 32768, "num_experts_per_tok": 2,
@@ -107,6 +117,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_scaling": {
             "factor": 4.0, "original_max_position_embeddings": 4096, "type": "yarn",
         },
+    },
+    "qwen2-moe": {
+        **_QWEN, **_EXPERTS, "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe",
+        "decoder_sparse_step": 1, "num_experts": 4, "shared_expert_intermediate_size": 16,
+        "norm_topk_prob": False, "sliding_window": 0, "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
     },
     "qwen3": {
         **_QWEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16,
@@ -130,6 +146,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {
         **_GEMMA, "architectures": ["GemmaForCausalLM"], "model_type": "gemma",
         "hidden_act": "gelu", "hidden_activation": None, "rope_scaling": None,
+    },
+    "gemma2": {
+        **_GEMMA, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2",
+        "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid",
+        "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 8, "sliding_window": 16,
     },
     "gemma3-1b": {**_GEMMA3_TEXT, "architectures": ["Gemma3ForCausalLM"]},
     "gemma3-4b": {
@@ -166,6 +188,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
         "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": False,
     },
+    "phi4-mini": {
+        **_SIZES, **_V4, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3",
+        "attention_bias": False, "attention_dropout": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+        "full_attn_mod": 1, "hidden_act": "silu", "interpolate_factor": 1, "lm_head_bias": False,
+        "max_position_embeddings": 131072, "mlp_bias": False, "hidden_size": 64,
+        "original_max_position_embeddings": 4096, "pad_token_id": 0, "partial_rotary_factor": 0.75,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "long_factor": [1.0, 1.118, 1.13, 1.17, 1.2, 1.3],
+            "short_factor": [1.0, 1.0, 1.0, 1.0, 1.0, 1.0], "type": "longrope",
+        },
+        "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True,
+    },
+    "deepseek-v2": {
+        **_DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2",
+        "n_group": 1, "topk_group": 1, "q_lora_rank": None, "topk_method": "greedy",
+        "norm_topk_prob": False,
+    },
     "deepseek-v3": {
         **_DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
         "auto_map": {
@@ -199,6 +239,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
         "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 16,
         "swiglu_limit": 7.0, "tie_word_embeddings": False,
+    },
+    "olmo": {
+        **_OLMO, "architectures": ["OlmoForCausalLM"], "model_type": "olmo", "clip_qkv": None,
+        "rope_theta": 10000.0,
+    },
+    "olmo2": {
+        **_OLMO, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2",
+        "rms_norm_eps": 1e-06,
     },
     "olmo3": {
         **_OLMO, "architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3",
@@ -239,6 +287,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pad_token_id": 258, "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": None,
         "rope_theta": 5000000.0, "sliding_window": None, "tie_word_embeddings": True,
         "use_sliding_window": False,
+    },
+    "command-r": {
+        **_COHERE, "architectures": ["CohereForCausalLM"], "model_type": "cohere",
+        "model_max_length": 131072, "pretraining_tp": 1, "rope_theta": 8000000.0,
     },
     "command-r7b": {
         **_COHERE, "architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "head_dim": 8,
@@ -334,6 +386,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pad_token_id": 3, "pretraining_tp": 1, "seq_length": 2048, "slow_but_exact": False,
         "unk_token_id": 0, "use_cache": True, "vocab_size": VOCABULARY,
     },
+    "stablelm2": {
+        **_SIZES, **_V4, "architectures": ["StableLmForCausalLM"], "model_type": "stablelm",
+        "attention_dropout": 0.0, "hidden_act": "silu", "hidden_dropout": 0.0,
+        "layer_norm_eps": 1e-05, "max_position_embeddings": 4096, "num_key_value_heads": 4,
+        "partial_rotary_factor": 0.25, "qk_layernorm": False, "rope_scaling": None,
+        "rope_theta": 10000, "tie_word_embeddings": False, "use_parallel_residual": False,
+        "use_qkv_bias": True, "hidden_size": 64,
+    },
+    "starcoder2": {
+        **_SIZES, **_V4, "architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2",
+        "activation_function": "gelu", "attention_dropout": 0.1, "attention_softmax_in_fp32": True,
+        "embedding_dropout": 0.1, "hidden_act": "gelu_pytorch_tanh", "layer_norm_epsilon": 1e-05,
+        "max_position_embeddings": 16384, "mlp_type": "default", "norm_epsilon": 1e-05,
+        "norm_type": "layer_norm", "residual_dropout": 0.1, "rope_theta": 999999.4420358813,
+        "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True, "sliding_window": 16,
+        "use_bias": True,
+    },
     "llama4": {
         "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4",
         "boi_token_index": 258, "eoi_token_index": 259, "image_token_index": 260,
@@ -407,24 +476,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
 TYPED: dict[str, dict[str, Any]] = {
     "llama2": {"rope_theta": 500000.0},
     "llama3.1": {"rms_norm_eps": 0.01},
+    "llama3.2": {"rope_theta": 100.0},
+    "codellama": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "mistral": {"sliding_window": 8},
     "mixtral": {"num_experts_per_tok": 1},
     "qwen2.5": {"rope_theta": 100.0},
     "qwen2.5-yarn": {"rope_scaling": {"factor": 2.0}},
+    "qwen2-moe": {"num_experts_per_tok": 1},
     "qwen3": {"rms_norm_eps": 0.01},
     "qwen3-moe": {"norm_topk_prob": False},
     "qwen3-next": {"partial_rotary_factor": 0.5},
     "gemma": {"hidden_act": "relu"},
+    "gemma2": {"sliding_window": 8},
     "gemma3-1b": {"rope_theta": 100.0},
     "gemma3-4b": {"sliding_window": 8},
     "phi2": {"partial_rotary_factor": 0.5},
     "phi3-128k": {"rms_norm_eps": 0.01},
+    "phi4-mini": {"rope_theta": 100.0},
+    "deepseek-v2": {"routed_scaling_factor": 2.0},
     "deepseek-v3": {"num_experts_per_tok": 1},
     "glm4-moe": {"partial_rotary_factor": 0.25},
     "gpt-oss": {"sliding_window": 8},
+    "olmo": {"clip_qkv": 0.01},
+    "olmo2": {"rope_theta": 100.0},
     "olmo3": {"sliding_window": 8},
     "granite3": {"logits_scaling": 4.0},
     "granite4": {"residual_multiplier": 0.5},
     "smollm3": {"rope_theta": 100.0},
+    "command-r": {"logit_scale": 0.5},
     "command-r7b": {"sliding_window": 8},
     "exaone4": {"sliding_window": 8},
     "nemotron": {"partial_rotary_factor": 0.25},
@@ -435,6 +514,8 @@ TYPED: dict[str, dict[str, Any]] = {
     "pythia": {"use_parallel_residual": False},
     "falcon": {"layer_norm_epsilon": 0.01},
     "bloom": {"layer_norm_epsilon": 0.01},
+    "stablelm2": {"partial_rotary_factor": 0.5},
+    "starcoder2": {"norm_epsilon": 0.01},
     "llama4": {"use_qk_norm": False},
     "qwen2.5-vl": {"rope_theta": 100.0},
     "qwen3.5": {"rms_norm_eps": 0.01},

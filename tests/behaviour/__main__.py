@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.behaviour.cases import chosen
-from tests.behaviour.differences import Difference, differences
+from tests.behaviour.differences import differences
 from tests.behaviour.material import write_material
 from tests.behaviour.recording import FILE, Recording, commit, environment
 from tests.behaviour.runs import Facts, Failed, Workshop
@@ -20,21 +20,6 @@ from tests.behaviour.runs import Facts, Failed, Workshop
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 when everything was recorded, or is equal; 1 on a difference; 2 on a wrong call."""
-    options = _parser().parse_args(argv)
-    try:
-        names = list(chosen(options.only))
-        recorded = Recording.load(options.file) if options.file.is_file() else None
-        if options.what == "record":
-            return record(recorded, names, options)
-        if recorded is None:
-            raise ValueError(f"{options.file} is missing. Record it: make behaviour-record")
-        return compare(recorded, names, options)
-    except ValueError as error:
-        print(f"behaviour: {error}", file=sys.stderr)
-        return 2
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.behaviour",
         description="Run llmx's trainings and data preparations in small, and record the results "
@@ -45,69 +30,68 @@ def _parser() -> argparse.ArgumentParser:
         "--only", nargs="+", default=[], metavar="WORD", help="cases with a word in their name"
     )
     parser.add_argument("--file", type=Path, default=FILE, help="the recording")
-    parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="run in this new directory, and keep it"
-    )
-    return parser
+    options = parser.parse_args(argv)
+    directory = Path(tempfile.mkdtemp(prefix="llmx-behaviour-")).resolve()
+    try:
+        names = list(chosen(options.only))
+        if options.what == "record":
+            code = record(directory, names, options.file, only=bool(options.only))
+        else:
+            code = compare(directory, names, options.file, only=bool(options.only))
+    except ValueError as error:
+        print(f"behaviour: {error}", file=sys.stderr)
+        code = 2
+    if code == 1:
+        print(f"The run directories are kept in {directory}.")
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
+    return code
 
 
-def record(old: Recording | None, names: list[str], options: argparse.Namespace) -> int:
-    """Write the facts of these cases into the recording; the others stay.
-
-    Raises ValueError where the others were recorded elsewhere, or with other code.
-    """
+def record(directory: Path, names: list[str], file: Path, *, only: bool) -> int:
+    """Write the facts of these cases into a recording. ValueError for a part of one that is there:
+    the rest was recorded with other code."""
+    if only and file.is_file():
+        raise ValueError(f"{file} is there. Record everything, without --only.")
     now = Recording(environment(), commit=commit())
-    if options.only and old is not None:
-        stale = [*_changed(old.environment, now.environment)]
-        if old.commit != now.commit:
-            stale.append(f"code: {old.commit} recorded, {now.commit} now")
-        if stale:
-            raise ValueError(
-                f"{options.file} was recorded elsewhere; a part of it cannot be recorded here. "
-                f"Record everything, without --only.\n  " + "\n  ".join(stale)
-            )
-        now.cases = old.cases
-    with _Directory(options.keep) as directory:
-        for name, facts, seconds in _carry_out(directory, names):
-            if isinstance(facts, Failed):
-                print(f"✗ {name}: {facts}")
-                return 1
-            now.cases[name] = facts
-            print(f"  {name:<42} {len(facts):3} facts  {seconds:5.1f} s", flush=True)
-    order = {name: number for number, name in enumerate(chosen([]))}
-    now.cases = {
-        name: now.cases[name] for name in sorted(now.cases, key=lambda name: order.get(name, -1))
-    }
-    now.save(options.file)
-    print(f"recorded {len(names)} cases in {options.file}")
+    for name, facts, seconds in _carry_out(directory, names):
+        if isinstance(facts, Failed):
+            print(f"✗ {name}: {facts}")
+            return 1
+        now.cases[name] = facts
+        print(f"  {name:<42} {len(facts):3} facts  {seconds:5.1f} s", flush=True)
+    now.save(file)
+    print(f"recorded {len(names)} cases in {file}")
     return 0
 
 
-def compare(recorded: Recording, names: list[str], options: argparse.Namespace) -> int:
+def compare(directory: Path, names: list[str], file: Path, *, only: bool) -> int:
     """Run these cases again and print what differs from the recording."""
-    elsewhere = _changed(recorded.environment, environment())
+    if not file.is_file():
+        raise ValueError(f"{file} is missing. Record it: make behaviour-record")
+    recorded, here = Recording.load(file), environment()
+    then = recorded.environment
+    elsewhere = [name for name in dict.fromkeys([*then, *here]) if then.get(name) != here.get(name)]
     print(f"recorded with {recorded.commit}\ncompared with {commit()}")
     if elsewhere:
         print("Recorded elsewhere: equality to the last bit is not promised here.")
-        print("".join(f"  {line}\n" for line in elsewhere), end="")
+    for name in elsewhere:
+        print(f"  {name}: {then.get(name)} recorded, {here.get(name)} now")
     failed = equal = 0
-    with _Directory(options.keep) as directory:
-        for name, facts, seconds in _carry_out(directory, names):
-            found: list[Difference] | list[Failed]
-            if isinstance(facts, Failed):
-                found = [facts]
-            elif name not in recorded.cases:
-                found = [Failed("is not in the recording; record it: make behaviour-record")]
-            else:
-                found = differences(recorded.cases[name], facts)
-                equal += len(facts) - len(found)
-            mark, what = ("✗", f"{len(found)} differ") if found else ("✓", "equal")
-            print(f"{mark} {name:<42} {what:<10} {seconds:5.1f} s", flush=True)
-            for difference in found:
-                print(f"    {difference}", flush=True)
-            failed += bool(found)
-        directory.keep_for(failed)
-    gone = [] if options.only else [name for name in recorded.cases if name not in names]
+    for name, facts, seconds in _carry_out(directory, names):
+        if isinstance(facts, Failed):
+            found = [str(facts)]
+        elif name not in recorded.cases:
+            found = ["is not in the recording; record it: make behaviour-record"]
+        else:
+            found = differences(recorded.cases[name], facts)
+            equal += len(facts) - len(found)
+        mark, what = ("✗", f"{len(found)} differ") if found else ("✓", "equal")
+        print(f"{mark} {name:<42} {what:<10} {seconds:5.1f} s", flush=True)
+        for difference in found:
+            print(f"    {difference}", flush=True)
+        failed += bool(found)
+    gone = [] if only else [name for name in recorded.cases if name not in names]
     for name in gone:
         print(f"✗ {name}: recorded, but there is no such case any more")
     failed += len(gone)
@@ -120,12 +104,10 @@ def compare(recorded: Recording, names: list[str], options: argparse.Namespace) 
     return 0
 
 
-def _carry_out(
-    directory: _Directory, names: list[str]
-) -> Iterator[tuple[str, Facts | Failed, float]]:
+def _carry_out(directory: Path, names: list[str]) -> Iterator[tuple[str, Facts | Failed, float]]:
     """(name, facts or the failure, seconds) of each case, as it ends."""
-    write_material(directory.path / "material")
-    workshop = Workshop(directory.path)
+    write_material(directory / "material")
+    workshop = Workshop(directory)
     for name in names:
         started = time.monotonic()
         facts: Facts | Failed
@@ -136,39 +118,6 @@ def _carry_out(
         except Exception:  # a difference as well: a case that ended before
             facts = Failed(traceback.format_exc())
         yield name, facts, time.monotonic() - started
-
-
-def _changed(then: dict[str, object], now: dict[str, object]) -> list[str]:
-    return [
-        f"{name}: {then.get(name)} recorded, {now.get(name)} now"
-        for name in {**then, **now}
-        if then.get(name) != now.get(name)
-    ]
-
-
-class _Directory:
-    """Where the cases run: removed at the end, unless it is asked for or something differs."""
-
-    def __init__(self, keep: Path | None) -> None:
-        self._keeps = keep is not None
-        if keep is not None:
-            if keep.exists():
-                raise ValueError(f"--keep {keep} exists. Name a new directory.")
-            keep.mkdir(parents=True)
-        self.path = (keep or Path(tempfile.mkdtemp(prefix="llmx-behaviour-"))).resolve()
-
-    def __enter__(self) -> _Directory:
-        return self
-
-    def keep_for(self, failed: int) -> None:
-        """Keep it where cases differ, and say where it is."""
-        if failed and not self._keeps:
-            self._keeps = True
-            print(f"The run directories are kept in {self.path}.")
-
-    def __exit__(self, *_: object) -> None:
-        if not self._keeps:
-            shutil.rmtree(self.path, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -41,25 +41,21 @@ class Recording:
 
     def save(self, path: Path) -> None:
         """Write it, a fact a line, so that a diff shows which one changed."""
+
+        def lines(values: dict[str, Any]) -> str:
+            return ",\n".join(
+                f"  {json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}"
+                for name, value in values.items()
+            )
+
         cases = ",\n".join(
-            f" {json.dumps(name)}: {{\n"
-            + ",\n".join(f"  {json.dumps(fact)}: {_line(value)}" for fact, value in facts.items())
-            + "\n }"
-            for name, facts in self.cases.items()
+            f" {json.dumps(name)}: {{\n{lines(facts)}\n }}" for name, facts in self.cases.items()
         )
-        environment = ",\n".join(
-            f"  {json.dumps(name)}: {_line(value)}" for name, value in self.environment.items()
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
-            f'{{"commit": {json.dumps(self.commit)},\n"environment": {{\n{environment}\n}},\n'
-            f'"cases": {{\n{cases}\n}}}}\n',
+            f'{{"commit": {json.dumps(self.commit)},\n"environment": {{\n'
+            f'{lines(self.environment)}\n}},\n"cases": {{\n{cases}\n}}}}\n',
             encoding="utf-8",
         )
-
-
-def _line(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def environment() -> dict[str, Any]:
@@ -85,23 +81,18 @@ def environment() -> dict[str, Any]:
 
 def _cpu_info() -> dict[str, str]:
     """The first processor of ``/proc/cpuinfo``."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return {}
+    place = Path("/proc/cpuinfo")
+    text = place.read_text(encoding="utf-8", errors="replace") if place.is_file() else ""
     lines = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
     return {name.strip(): value.strip() for name, _, value in lines}
 
 
 def commit() -> str:
     """Of the code that is run, with ``changed`` where it has uncommitted changes."""
-    paths = ["llmx", "conf", "launchers"]
-    found = _git("log", "-1", "--format=%h %s", "--", *paths)
-    return f"{found} (changed)" if _git("status", "--porcelain", "--", *paths) else found
 
+    def git(*words: str) -> str:
+        argv = ["git", "-C", str(REPOSITORY), *words, "--", "llmx", "conf", "launchers"]
+        return subprocess.run(argv, capture_output=True, text=True, check=False).stdout.strip()
 
-def _git(*words: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(REPOSITORY), *words], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
+    found = git("log", "-1", "--format=%h %s")
+    return f"{found} (changed)" if git("status", "--porcelain") else found

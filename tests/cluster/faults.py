@@ -26,30 +26,16 @@ class Faults:
 
     def limit_bandwidth(self: Host, megabit_per_s: float | None) -> None:
         """Both directions of the host's link; None lifts it."""
-        options = None
-        if megabit_per_s is not None:
-            burst_kb = max(16, int(megabit_per_s * 2))
-            options = f"rate {megabit_per_s}mbit burst {burst_kb}kb latency 400ms"
-        self._shape("tbf", options)
-
-    def add_latency(self: Host, delay_ms: float | None) -> None:
-        """One way, on what the host sends; needs the kernel's netem. None lifts it."""
-        self._shape("netem", None if delay_ms is None else f"delay {delay_ms}ms")
-
-    def _shape(self: Host, kind: str, options: str | None) -> None:
-        ends = [(self.pid, INTERFACE), (self.cluster.switch_pid, self.port)]
-        for pid, device in ends[:1] if kind == "netem" else ends:
-            tc = ["nsenter", "--target", str(pid), "--net", "tc", "qdisc"]
-            if options is None:
-                subprocess.run([*tc, "del", "dev", device, "root"], check=True)
-                continue
-            done = subprocess.run(
-                [*tc, "replace", "dev", device, "root", kind, *options.split()],
-                capture_output=True,
-                text=True,
-            )
+        for pid, device in ((self.pid, INTERFACE), (self.cluster.switch_pid, self.port)):
+            words = ["del", "dev", device, "root"]
+            if megabit_per_s is not None:
+                burst_kb = max(16, int(megabit_per_s * 2))
+                rate = f"tbf rate {megabit_per_s}mbit burst {burst_kb}kb latency 400ms"
+                words = ["replace", *words[1:], *rate.split()]
+            tc = ["nsenter", "--target", str(pid), "--net", "tc", "qdisc", *words]
+            done = subprocess.run(tc, capture_output=True, text=True)
             if done.returncode != 0:
-                raise Unsupported(f"tc {kind}: {done.stderr.strip()}")
+                raise Unsupported(f"tc: {done.stderr.strip()}")
 
     def limit_cpu(self: Host, cores: float) -> None:
         """A quota of so many cores for all that runs on the host, now and later."""

@@ -79,7 +79,6 @@ class Host(Faults):
             f"link set {INTERFACE} up",
         )
         self.start_sshd()
-        self.cluster.note_hosts()
 
     def _spec(self) -> dict[str, Any]:
         cluster, ssh = self.cluster, Path.home() / ".ssh"
@@ -230,7 +229,6 @@ class Host(Faults):
             unplug = [*inside, "ip", "link", "del", self.port]
             subprocess.run(unplug, capture_output=True, check=False)
         self.pid, self._init, self._daemons = 0, None, set()
-        self.cluster.note_hosts()
 
 
 def start_init(

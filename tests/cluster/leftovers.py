@@ -17,8 +17,6 @@ PREFIX = "llmx-cluster-"
 CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
 CORE_GROUPS = Path("/sys/fs/cgroup/cpuset")
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
-HOSTS = "hosts.json"
-"""Host name -> pid of its process 1."""
 _OWNER = "owner.json"
 
 

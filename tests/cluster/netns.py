@@ -1,8 +1,8 @@
 """Two or three real hosts on one machine: the library behind the cluster tests.
 
     with Cluster(hosts=2, private_paths=["/tmp/work"]) as cluster:
-        cluster.run("node-a", ["hostname"]).stdout              # "node-a\\n"
         node_b = cluster["node-b"]
+        node_b.run(["hostname"]).stdout                         # "node-b\\n"
         process = node_b.popen(["sleep", "60"])                 # a subprocess.Popen
         node_b.path("/tmp/work/file").read_text()               # node-b's own disk, from outside
         node_b.processes()                                      # {pid: argv}, without our daemons
@@ -23,17 +23,16 @@ The control side (where ``python -m llmx`` runs) is a host, usually the first. `
 behave as if the program had been started here: signals reach it, a kill kills it, the return code
 is its own.
 
-Faults: ``limit_bandwidth``, ``add_latency``, ``limit_cpu``, ``pin_to_core``, ``limit_memory``,
+Faults: ``limit_bandwidth``, ``limit_cpu``, ``pin_to_core``, ``limit_memory``,
 ``block_high_ports``, ``set_mtu``, ``limit_packets``, ``cut`` / ``restore``, ``stop_sshd`` /
 ``start_sshd``, ``add_disk`` (a small tmpfs is a full disk), ``kill`` (silent, as a power loss).
 They are in ``faults.py``, methods of Host. ``Unsupported`` says what this machine lacks.
 
-``python -m tests.cluster up --hosts 2`` shows one.
+``python -m tests.cluster up`` shows one.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -41,7 +40,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tests.cluster import leftovers
 from tests.cluster.faults import INTERFACE
@@ -115,11 +113,6 @@ class Cluster:
         for host in self.hosts:
             host.boot()
 
-    def note_hosts(self) -> None:
-        """Write down which process is which host, for whoever wants to enter one."""
-        pids = {host.name: host.pid for host in self.hosts if host.is_up}
-        (self.directory / leftovers.HOSTS).write_text(json.dumps(pids))
-
     def __enter__(self) -> Cluster:
         return self
 
@@ -127,10 +120,7 @@ class Cluster:
         self.close()
 
     def __getitem__(self, name: str) -> Host:
-        for host in self.hosts:
-            if host.name == name:
-                return host
-        raise KeyError(f"no host {name}; there are {', '.join(h.name for h in self.hosts)}")
+        return next(host for host in self.hosts if host.name == name)
 
     def script(self, name: str) -> list[str]:
         """The argv that starts one of the fixture's own scripts."""
@@ -140,16 +130,6 @@ class Cluster:
     def first(self) -> Host:
         """The host where commands are usually typed."""
         return self.hosts[0]
-
-    def run(
-        self, host: str, argv: Sequence[Any], **options: Any
-    ) -> subprocess.CompletedProcess[str]:
-        """``Host.run`` on the host of that name."""
-        return self[host].run(argv, **options)
-
-    def popen(self, host: str, argv: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
-        """``Host.popen`` on the host of that name."""
-        return self[host].popen(argv, **options)
 
     def close(self) -> None:
         """End all hosts and remove every trace."""

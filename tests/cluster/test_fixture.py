@@ -92,11 +92,6 @@ def test_a_line_is_cut_slow_or_short_until_it_is_not(make_cluster: Make) -> None
     second.limit_packets(None)
     assert first.run(["sh", "-c", long_word]).stdout == "20000\n"
 
-    second.add_latency(100)
-    started = time.monotonic()
-    _ssh(first, "node-b", "true")
-    assert time.monotonic() - started > 0.5
-
 
 def test_a_host_with_a_full_disk_and_little_of_a_core(make_cluster: Make, tmp_path: Path) -> None:
     host = make_cluster().first

@@ -17,22 +17,32 @@ from llmx.data import SampleStore
 from llmx.tasks import prepare, tokenizer_of
 from tests.cluster.launching import LlmxRun, nothing_left, start_llmx
 from tests.cluster.netns import Cluster
+from tests.published_configs import published_model
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = 1200
+SIZES = (
+    "model.config.num_hidden_layers=2", "model.config.hidden_size=32",
+    "model.config.intermediate_size=48", "model.config.num_attention_heads=4",
+    "model.config.num_key_value_heads=2",
+)  # fmt: skip
+"""Those of the published model, which the demo has otherwise."""
 WORDS = "the red map lies in a small garden behind Anna and Ben went to the museum ü 春".split()
 
 
 def test_private_disks_and_no_checkout(
     make_cluster: Callable[..., Cluster], tmp_path: Path, need: Callable[..., None]
 ) -> None:
+    """The directory of the model is on the first host, too: all build it from the snapshot."""
     need("rsync")
     work, code = tmp_path / "work", tmp_path / "code"
     work.mkdir()
     code.mkdir()
-    cluster = make_cluster(private_paths=[work, code], hidden={"node-b": [REPOSITORY]})
+    model = published_model(tmp_path / "published", "llama3.1")
+    cluster = make_cluster(private_paths=[work, code], hidden={"node-b": [REPOSITORY, model]})
     near, far = cluster.hosts
     assert not far.path(REPOSITORY / "llmx").exists()
+    assert not far.path(model / "config.json").exists()
     # A checkout of its own, on node-a alone: what is edited meanwhile does not matter.
     for part in ("llmx", "conf", "sweeps", "launchers"):
         shutil.copytree(REPOSITORY / part, near.path(code / part))
@@ -45,7 +55,8 @@ def test_private_disks_and_no_checkout(
     overrides = [
         "launch.transport=ssh", "launch.sync=rsync", "task.steps=10", f"run_dir={work}/run",
         f"data.cache_dir={work}/cache", "data=text", f"data.path={source}", "data.seq_len=128",
-        "data.max_rows=null", "task=pretrain", "task.epochs=null",
+        "data.max_rows=null", "task=pretrain", "task.epochs=null", "zero=stage3", "model=hf",
+        f"model.path={model}", "model.config.rope_theta=1e4", *SIZES,
     ]  # fmt: skip
     env = {"PYTHONPATH": str(code)}
     run = start_llmx(cluster, tmp_path, slots=(1, 2), overrides=overrides, env=env)
@@ -72,6 +83,10 @@ def test_private_disks_and_no_checkout(
     assert run.result()["outcome"] == "ok"
     assert len([r for r in run.records() if r["kind"] == "train"]) >= 2
     check_stores(run, cluster, work, source)
+    rope = json.loads((run.path(run.dir.final_model) / "config.json").read_text())[
+        "rope_parameters"
+    ]
+    assert (rope["rope_theta"], rope["rope_type"]) == (1e4, "llama3")
     nothing_left(cluster, timeout_s=5)
 
     # A second run sends only its own run directory, and notices a damaged file. Its rank 0 is on

@@ -19,12 +19,9 @@ from llmx.run.rundir import read_json
 from tests.cluster.launching import SMALL, LlmxRun, nothing_left, rank_pids, start_llmx
 from tests.cluster.netns import Cluster, wait_until
 from tests.cluster.slurm import start_slurm
-from tests.published_configs import published_model
-from tests.wandb_file import WandbFile
 
 Make = Callable[..., Cluster]
 Need = Callable[..., None]
-REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 8
 CURVE = (f"task.steps={STEPS}", "task.log_every_steps=1", "optim.lr=1e-3")
 TIMEOUT_S = 240.0
@@ -72,11 +69,7 @@ def test_one_training(
     if transport == "slurm":
         start_slurm(cluster)
     how = [f"launch.transport={transport}", f"zero={zero}"]
-    tracked = transport == "slurm"
-    if tracked:  # no way out of the cluster: W&B keeps the run on disk
-        how += ["tracking.kinds=[wandb]", "tracking.tags=[lan]"]
-    secrets = {"HF_TOKEN": SECRET, "MY_SECRET": SECRET}
-    secrets["WANDB_API_KEY"] = "" if tracked else SECRET
+    secrets = dict.fromkeys(("HF_TOKEN", "MY_SECRET", "WANDB_API_KEY"), SECRET)
     odd = {"ODD": ODD} if transport == "pdsh" else {}
     run = start_llmx(
         cluster, tmp_path, slots=slots, overrides=[*CURVE, *how], env=secrets, rank_env=odd
@@ -95,8 +88,6 @@ def test_one_training(
     assert trained.losses == pytest.approx(alone.losses, abs=2e-4)
     assert trained.grad_norms == pytest.approx(alone.grad_norms, rel=2e-3)
     _assert_same_model(trained.model, alone.model)
-    if tracked:
-        _check_offline(run, trained)
     nothing_left(cluster)
 
 
@@ -166,41 +157,6 @@ def test_hosts_that_differ(alone: Trained, make_cluster: Make, tmp_path: Path) -
     nothing_left(cluster, timeout_s=5)
 
 
-def _check_offline(run: LlmxRun, trained: Trained) -> None:
-    """The file of W&B has the losses and the end; its config: tests of the tracker."""
-    (path,) = run.dir.root.rglob("run-*.wandb")
-    kept = WandbFile(path)
-    assert list(kept.run.tags) == ["lan"]
-    assert kept.exit_code == 0
-    logged = [value for row in kept.history for key, value in row.items() if key == "train/loss"]
-    assert logged == pytest.approx(trained.losses)
-    assert "wandb sync" in run.output()
-
-
-def test_a_published_model_without_a_shared_disk(
-    make_cluster: Make, need: Need, tmp_path: Path
-) -> None:
-    """Its directory is on the first host alone; both build it from the snapshot."""
-    need("rsync")
-    work, directory = tmp_path / "work", published_model(tmp_path / "published", "llama3.1")
-    work.mkdir()
-    cluster = make_cluster(private_paths=[work], hidden={"node-b": [REPOSITORY, directory]})
-    overrides = [
-        *("model=hf", f"model.path={directory}", "model.config.rope_theta=1e4", "zero=stage3"),
-        *("model.config.num_hidden_layers=2", "model.config.hidden_size=32"),
-        *("model.config.intermediate_size=48", "model.config.num_attention_heads=4"),
-        *("launch.transport=ssh", "launch.sync=rsync", "data.seq_len=256", "data.max_rows=20"),
-        *("model.config.num_key_value_heads=2", "task.steps=2", "task.eval_generate=0"),
-        *(f"data.cache_dir={work / 'cache'}", f"run_dir={work / 'run'}"),
-    ]
-    run = start_llmx(cluster, tmp_path, overrides=overrides)
-    assert run.wait(timeout_s=TIMEOUT_S) == 0, run.output()
-    exported = read_json(run.path(work / "run" / "model" / "config.json"))
-    assert exported["rope_parameters"]["rope_theta"] == 1e4
-    assert exported["rope_parameters"]["rope_type"] == "llama3"
-    nothing_left(cluster)
-
-
 def _trained(run: LlmxRun) -> Trained:
     """Wait for a good end; what was logged, and where the model lies as seen from here."""
     assert run.wait(timeout_s=TIMEOUT_S) == 0, run.output()
@@ -225,21 +181,6 @@ def _assert_same_model(one: Path, other: Path) -> None:
         assert_close(
             value, theirs[name], atol=2e-3, rtol=1e-2, msg=lambda text, n=name: f"{n}: {text}"
         )
-    _assert_generates(one, "What is 2 plus 3?")
-
-
-def _assert_generates(model: Path, prompt: str) -> None:
-    """The exported directory is all that Transformers needs."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    network = AutoModelForCausalLM.from_pretrained(model)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    answer = network.generate(**inputs, max_new_tokens=8, do_sample=False)
-    new = answer[0, inputs["input_ids"].shape[1] :]
-    assert 1 <= len(new) <= 8
-    assert network.config.vocab_size == len(tokenizer)
-    assert int(new.max()) < len(tokenizer)
 
 
 # --- Ranks that ``torchrun`` starts on two hosts: one run, continued by the same command ---

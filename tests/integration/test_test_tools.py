@@ -68,6 +68,18 @@ def test_a_seed_is_a_plan() -> None:
         assert abs(many.count(kind) - expected) < 8, kind.name
 
 
+def test_the_first_step_that_differs_is_named() -> None:
+    then = {"train.step": [1, 2, 4], "train.loss": [3.0, 2.0, 1.0], "weights_hash": "a"}
+    now = {"train.step": [1, 2, 4], "train.loss": [3.0, 2.0, 1.0000000000000002]}
+    loss, weights = differences(then, now)
+    assert loss == (
+        "train.loss differs first at step 4: 1.0 recorded, 1.0000000000000002 now; "
+        "at most 2.2e-16 relative"
+    )
+    assert weights == 'weights_hash differs: "a" recorded, nothing now'
+    assert differences(then, dict(then)) == []
+
+
 def test_record_compare_and_a_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,14 +93,14 @@ def test_record_compare_and_a_difference(
     recorded.cases["data/pairs"]["train.samples"][3] = "00000000"
     recorded.environment["torch"] = "1.0"
     recorded.save(file)
-    assert main(["compare", *words, "--keep", str(tmp_path / "kept")]) == 1
+    assert main(["compare", *words]) == 1
     said = capsys.readouterr().out
     assert 'train.samples differs first at entry 4: "00000000" recorded' in said
     assert "1 of 2 cases differ." in said
     assert "Recorded elsewhere: equality to the last bit is not promised here." in said
     assert "torch: 1.0 recorded" in said
 
-    # A part from here beside a part from elsewhere would be compared as one.
+    # A part of this code beside a part of other code would be compared as one.
     assert main(["record", *words]) == 2
     assert "Record everything, without --only." in capsys.readouterr().err
 
