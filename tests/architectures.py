@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-ALTERNATING = ["sliding_attention", "full_attention"]
-
 VALUES: dict[str, dict[str, Any]] = {
     # Defaults of these classes miss values that every published model of theirs has.
     "bert": {"is_decoder": True},
@@ -61,13 +59,10 @@ ENCODERS = (
 LEFT_OUT = {
     "blt": "its patcher and its byte tables tie widths that no config names",
     "dbrx": "its attention reads a value that its config no longer has",
-    "dots3_note": "each layer has widths of its own, in a table of overrides",
-    "dots3_note_text": "each layer has widths of its own, in a table of overrides",
+    **dict.fromkeys(("dots3_note", "dots3_note_text"), "each layer has widths of its own"),
     "gemma3n": "needs timm",
-    "gemma4_assistant": "drafts for another model, whose states it takes",
-    "gemma4_unified_assistant": "drafts for another model, whose states it takes",
-    "musicgen": "its class takes the config of its decoder alone",
-    "musicgen_melody": "its class takes the config of its decoder alone",
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "drafts for another model"),
+    **dict.fromkeys(("musicgen", "musicgen_melody"), "takes the config of its decoder alone"),
     "qwen4_exp": "the same network as qwen4_exp_text, whose values its default misses",
 }
 """What ``AutoModelForCausalLM`` names and cannot build on its own, and why."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -116,9 +117,8 @@ def _write_all(
         new["state.json"] = commit.add_file(path, step, "state.json", state, disk=disk)
         name = "model/config.json"
         new[name] = commit.add_file(path, step, name, b'{"step": %d}' % step, disk=disk)
-        for name, entry in new.items():
-            entries[name] = entry
-            owners.setdefault(name, f"host-{rank}")
+        entries |= new
+        owners = {**dict.fromkeys(new, f"host-{rank}"), **owners}
     return entries, owners
 
 
@@ -160,59 +160,6 @@ def check_content(storages: Sequence[Path], step: int) -> None:
         assert state["step"] == step
 
 
-class FaultyDisk(Disk):
-    """Fails at its ``at``-th writing call, counted over all calls of one ``Counter``."""
-
-    def __init__(self, fault: Fault) -> None:
-        self._fault = fault
-
-    def create(self, path: Path) -> int:
-        self._fault.before(f"create {path.name}")
-        return self._after(super().create(path))
-
-    def reserve(self, descriptor: int, num_bytes: int) -> None:
-        self._fault.before("reserve")
-        self._after(super().reserve(descriptor, num_bytes))
-
-    def write(self, descriptor: int, data: memoryview) -> int:
-        if self._fault.is_next("write") and self._fault.torn:
-            # As a full disk and a kill do it: a part is written first.
-            super().write(descriptor, data[: len(data) // 2])
-        self._fault.before("write")
-        return self._after(super().write(descriptor, data))
-
-    def sync(self, descriptor: int) -> None:
-        self._fault.before("sync")
-        self._after(super().sync(descriptor))
-
-    def close(self, descriptor: int) -> None:
-        super().close(descriptor)  # the kernel closes what a killed process had open
-
-    def sync_directory(self, path: Path) -> None:
-        self._fault.before(f"sync_directory {path.name}")
-        self._after(super().sync_directory(path))
-
-    def make_directory(self, path: Path) -> None:
-        self._fault.before(f"make_directory {path.name}")
-        self._after(super().make_directory(path))
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._fault.before(f"rename {source.name} {target.name}")
-        self._after(super().rename(source, target))
-
-    def remove_file(self, path: Path) -> None:
-        self._fault.before(f"remove_file {path.name}")
-        self._after(super().remove_file(path))
-
-    def remove_directory(self, path: Path) -> None:
-        self._fault.before(f"remove_directory {path.name}")
-        self._after(super().remove_directory(path))
-
-    def _after(self, result):  # type: ignore[no-untyped-def]
-        self._fault.after()
-        return result
-
-
 class Fault:
     """One fault at the ``at``-th call (from 0) of the disks that share it.
 
@@ -226,7 +173,7 @@ class Fault:
         self.hit = False
         self._dead = False
 
-    def is_next(self, name: str) -> bool:
+    def is_next(self) -> bool:
         return len(self.calls) == self.at and not self._dead
 
     def before(self, name: str) -> None:
@@ -249,6 +196,33 @@ class Fault:
         if self.kind == "kill after" and len(self.calls) - 1 == self.at:
             self.hit = self._dead = True
             raise Killed
+
+
+class FaultyDisk(Disk):
+    """Each of its writing calls is one of a fault that disks may share."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+
+def _faulty(name: str) -> Callable[..., Any]:
+    real = getattr(Disk, name)
+
+    def call(disk: FaultyDisk, *words: Any) -> Any:
+        if name == "write" and disk.fault.is_next() and disk.fault.torn:
+            # As a full disk and a kill do it: a part is written first.
+            real(disk, words[0], words[1][: len(words[1]) // 2])
+        disk.fault.before(" ".join([name, *(w.name for w in words if isinstance(w, Path))]))
+        result = real(disk, *words)
+        disk.fault.after()
+        return result
+
+    return call
+
+
+for _name in set(vars(Disk)) - {"close"}:  # the kernel closes what a killed process had open
+    if not _name.startswith("_"):
+        setattr(FaultyDisk, _name, _faulty(_name))
 
 
 def tree(path: Path) -> list[str]:

@@ -9,7 +9,7 @@ for itself. ``materialise`` puts such a state on a real disk.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,54 +20,36 @@ Call = tuple[Any, ...]
 
 
 class RecordingDisk(Disk):
-    """Does everything, and writes it down: ``calls``."""
+    """Does everything, and writes it down: ``calls``, with a number for what is open."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self._files: dict[int, int] = {}
-        self._count = 0
+        self.files: dict[int, int] = {}
+        self.count = 0
 
-    def create(self, path: Path) -> int:
-        descriptor = super().create(path)
-        self._count += 1
-        self._files[descriptor] = self._count
-        self.calls.append(("create", path, self._count))
-        return descriptor
 
-    def reserve(self, descriptor: int, num_bytes: int) -> None:
-        super().reserve(descriptor, num_bytes)
-        self.calls.append(("reserve", self._files[descriptor], num_bytes))
+def _recorded(name: str) -> Callable[..., Any]:
+    real = getattr(Disk, name)
 
-    def write(self, descriptor: int, data: memoryview) -> int:
-        count = super().write(descriptor, data)
-        self.calls.append(("write", self._files[descriptor], bytes(data[:count])))
-        return count
+    def call(disk: RecordingDisk, *words: Any) -> Any:
+        result = real(disk, *words)
+        if name in ("create", "make_directory"):
+            disk.count += 1
+            words = (*words, disk.count)
+            if name == "create":
+                disk.files[result] = disk.count
+        elif isinstance(words[0], int):
+            content = (bytes(words[1][:result]),) if name == "write" else words[1:]
+            words = (disk.files[words[0]], *content)
+        disk.calls.append((name, *words))
+        return result
 
-    def sync(self, descriptor: int) -> None:
-        super().sync(descriptor)
-        self.calls.append(("sync", self._files[descriptor]))
+    return call
 
-    def sync_directory(self, path: Path) -> None:
-        super().sync_directory(path)
-        self.calls.append(("sync_directory", path))
 
-    def make_directory(self, path: Path) -> None:
-        super().make_directory(path)
-        self._count += 1
-        self.calls.append(("make_directory", path, self._count))
-
-    def rename(self, source: Path, target: Path) -> None:
-        super().rename(source, target)
-        assert source.parent == target.parent, "the model has renames within a directory only"
-        self.calls.append(("rename", source, target))
-
-    def remove_file(self, path: Path) -> None:
-        super().remove_file(path)
-        self.calls.append(("remove", path))
-
-    def remove_directory(self, path: Path) -> None:
-        super().remove_directory(path)
-        self.calls.append(("remove", path))
+for _name in set(vars(Disk)) - {"close"}:
+    if not _name.startswith("_"):
+        setattr(RecordingDisk, _name, _recorded(_name))
 
 
 @dataclass
@@ -112,10 +94,11 @@ class _Model:
             parent.change()
         elif kind == "rename":
             source, target = rest
+            assert source.parent == target.parent, "the model has renames within a directory only"
             parent = self.directory(source.parent)
             parent.names[target.name] = parent.names.pop(source.name)
             parent.change()
-        elif kind == "remove":
+        elif kind in ("remove_file", "remove_directory"):
             parent = self.directory(rest[0].parent)
             del parent.names[rest[0].name]
             parent.change()
@@ -130,6 +113,7 @@ class _Model:
             elif kind == "reserve":
                 file.reserved = rest[1]
             else:
+                assert kind == "sync", "a call that the model has to learn"
                 file.synced = _padded(file, file.written)
 
     def survive(self, number: int, pick: random.Random | str) -> Any:

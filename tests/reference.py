@@ -57,6 +57,8 @@ def word_tokenizer() -> Any:
 
 def synthetic_store(path: Path) -> SampleStore:
     """Samples of one to four rows; some rows without any target, some wholly targets."""
+    if path.exists():
+        return SampleStore.open(path)
     draw = np.random.Generator(np.random.Philox(key=7))
     samples = []
     for _ in range(NUM_SAMPLES):
@@ -72,16 +74,18 @@ def synthetic_store(path: Path) -> SampleStore:
                 mask[:] = False
             mask[0] = False
             targets.append(mask)
-        samples.append(
-            Sample(
-                tokens=np.concatenate(rows).astype(np.uint32),
-                targets=np.concatenate(targets),
-                sequence_starts=np.cumsum([0, *lengths[:-1]]).astype(np.int64),
-            )
-        )
-    if path.exists():
-        return SampleStore.open(path)
+        samples.append(sample_of(rows, np.concatenate(targets)))
     return write_store(path, samples, fingerprint="synthetic", seq_len=SEQ_LEN, meta={})
+
+
+def sample_of(rows: list[np.ndarray], targets: np.ndarray, **more: Any) -> Sample:
+    """These sequences as one sample."""
+    return Sample(
+        tokens=np.concatenate(rows).astype(np.uint32),
+        targets=targets,
+        sequence_starts=np.cumsum([0, *map(len, rows[:-1])]).astype(np.int64),
+        **more,
+    )
 
 
 def write_pretrained(directory: Path) -> None:
@@ -104,22 +108,17 @@ def paired_store(path: Path) -> SampleStore:
     draw = np.random.Generator(np.random.Philox(key=8))
     samples = []
     for _ in range(NUM_SAMPLES):
-        rows, targets, strengths = [], [], []
+        rows, masks, strengths = [], [], []
         for _ in range(int(draw.integers(1, 3))):
             prompt = draw.integers(3, VOCABULARY, size=int(draw.integers(1, 6)))
             for length in draw.integers(1, 6, size=2).tolist():
                 rows.append(np.concatenate([prompt, draw.integers(3, VOCABULARY, size=length)]))
-                targets.append(np.arange(len(rows[-1])) >= len(prompt))
+                masks.append(np.arange(len(rows[-1])) >= len(prompt))
             strengths.append(float(draw.integers(1, 5)) / 2)
-        samples.append(
-            Sample(
-                tokens=np.concatenate(rows).astype(np.uint32),
-                targets=np.concatenate(targets),
-                sequence_starts=np.cumsum([0, *map(len, rows[:-1])]).astype(np.int64),
-                example_starts=np.arange(0, len(rows), 2, dtype=np.int64),
-                columns={STRENGTH.name: np.array(strengths, np.float32)},
-            )
-        )
+        columns = {STRENGTH.name: np.array(strengths, np.float32)}
+        starts = np.arange(0, len(rows), 2, dtype=np.int64)
+        targets = np.concatenate(masks)
+        samples.append(sample_of(rows, targets, example_starts=starts, columns=columns))
     return write_store(
         path, samples, fingerprint="paired", seq_len=SEQ_LEN, meta={}, columns=(STRENGTH,)
     )
@@ -153,15 +152,9 @@ def text_pairs_store(path: Path, *, examples: int = NUM_SAMPLES) -> SampleStore:
     for _ in range(examples):
         lengths = [*draw.integers(2, 9, size=2), *[3] * int(draw.integers(0, 3))]
         rows = [draw.integers(5, VOCABULARY, size=int(length)) for length in lengths]
-        samples.append(
-            Sample(
-                tokens=np.concatenate(rows).astype(np.uint32),
-                targets=np.ones(sum(map(len, rows)), np.bool_),
-                sequence_starts=np.cumsum([0, *map(len, rows[:-1])]).astype(np.int64),
-                example_starts=np.zeros(1, np.int64),
-                columns={TEXT.name: draw.integers(0, 12, size=len(rows))},
-            )
-        )
+        targets, first = np.ones(sum(map(len, rows)), np.bool_), np.zeros(1, np.int64)
+        columns = {TEXT.name: draw.integers(0, 12, size=len(rows))}
+        samples.append(sample_of(rows, targets, example_starts=first, columns=columns))
     return write_store(
         path, samples, fingerprint="text pairs", seq_len=SEQ_LEN, meta={}, columns=(TEXT,)
     )

@@ -8,62 +8,33 @@ import torch
 
 from tests.live_memory import LiveMemory
 
+_LLAMA: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
 SMALL: dict[str, dict[str, Any]] = {
-    "llama": {
-        "hidden_size": 64,
-        "intermediate_size": 176,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "qwen3": {
-        "hidden_size": 64,
-        "intermediate_size": 176,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    },
+    "llama": _LLAMA,
+    "qwen3": {**_LLAMA, "head_dim": 32},
     "gpt2": {
-        "n_embd": 64,
-        "n_layer": 3,
-        "n_head": 4,
-        "n_positions": 512,
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
+        "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0, "resid_pdrop": 0.0,
     },
     "opt": {
-        "hidden_size": 64,
-        "word_embed_proj_dim": 64,
-        "ffn_dim": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 512,
-        "dropout": 0.1,
+        "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 256, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "max_position_embeddings": 512, "dropout": 0.1,
     },
     "bert": {
-        "hidden_size": 64,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 512,
+        "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "max_position_embeddings": 512,
         "attention_probs_dropout_prob": 0.0,
     },
-}
+}  # fmt: skip
 """A tiny network of each architecture that a plan knows."""
-
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_local_experts": 4,
-        "output_router_logits": True,
+        **_LLAMA, "intermediate_size": 96, "num_local_experts": 4, "output_router_logits": True,
     },
-}
+}  # fmt: skip
 
 VOCABULARY = 256
 

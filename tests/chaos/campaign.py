@@ -1,7 +1,7 @@
 """A training under fire beside the same one undisturbed; what the two must have in common.
 
-    report = campaign(directory, faults=30, seed=1)
-    report.survived, report.rows()
+    report = campaign(directory, SFT, [(kind,) for kind in KINDS], seed=1)
+    report.survived, report.problems
 
 The next fault comes when the run has made progress after the last one, a new checkpoint; or, as
 the second of a volley, while the run still recovers from the first.
@@ -9,15 +9,12 @@ the second of a volley, while the run still recovers from the first.
 
 from __future__ import annotations
 
-import platform
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests.chaos.checks import (
     committed_checkpoints_are_good,
@@ -26,7 +23,7 @@ from tests.chaos.checks import (
     no_torn_file,
     nothing_left,
 )
-from tests.chaos.kinds import KINDS, Kind, Volley, draw, pair
+from tests.chaos.kinds import KINDS, Kind, Volley
 from tests.chaos.site import PATIENCE_S, Site
 from tests.chaos.training import GaveUp, Trained, Undisturbed, trained
 
@@ -40,39 +37,27 @@ SLOWEST_STEP_S = 0.3
 class Strike:
     """One fault that was tried, and what came of it."""
 
-    number: int
     kind: str
-    words: str = ""
+    words: str
     """Of the kind, for the table."""
-    what: str = ""
-    step: int = 0
+    step: int
     """The newest logged step when it struck."""
-    resumed_at: int | None = None
-    """Where the run resumed from; None where it did not have to restart."""
-    restarts: int = 0
-    """How often the ranks were started again for it."""
+    follows: bool
+    """Whether it struck while the run recovered from the one before."""
+    what: str = ""
     repeated: int = 0
     """Steps that had to be trained again."""
-    follows: bool = False
-    """Whether it struck while the run recovered from the one before."""
     took_s: float = 0.0
     """From the fault to the next new checkpoint."""
     survived: bool = False
-    why: str = ""
 
 
 @dataclass
 class Report:
     """What a campaign found."""
 
-    seed: int
     faults: int
-    setup: str = "sft"
-    every_steps: int = EVERY
-    steps: int = 0
-    started: float = field(default_factory=time.time)
-    took_s: float = 0.0
-    versions: dict[str, str] = field(default_factory=dict)
+    steps: int
     strikes: list[Strike] = field(default_factory=list)
     equal_losses: int = 0
     """Logged losses that equal the undisturbed run's bit for bit."""
@@ -85,33 +70,8 @@ class Report:
         return sum(strike.survived for strike in self.strikes)
 
     @property
-    def in_pairs(self) -> int:
-        """How many struck while the run recovered from another."""
-        return sum(strike.follows for strike in self.strikes)
-
-    @property
     def passed(self) -> bool:
         return not self.problems and self.survived == self.faults
-
-    def rows(self) -> list[dict[str, Any]]:
-        """For each kind: tried, survived, steps repeated at most, seconds to the next save."""
-        rows = []
-        for words in dict.fromkeys(strike.words for strike in self.strikes):
-            strikes = [strike for strike in self.strikes if strike.words == words]
-            times = sorted(strike.took_s for strike in strikes)
-            rows.append(
-                {
-                    "kind": words,
-                    "tried": len(strikes),
-                    "survived": sum(strike.survived for strike in strikes),
-                    "repeated": max(strike.repeated for strike in strikes),
-                    "median_s": times[len(times) // 2],
-                }
-            )
-        return rows
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "survived": self.survived, "passed": self.passed}
 
 
 @dataclass(frozen=True)
@@ -129,29 +89,19 @@ class Setup:
 
 SFT = Setup("sft", KINDS, Site)
 
-Say = Callable[[str], None]
-
 
 def campaign(
     directory: Path,
-    setup: Setup = SFT,
+    setup: Setup,
+    volleys: Sequence[Volley],
     *,
-    faults: int,
     seed: int,
-    kinds: list[Kind] | None = None,
-    say: Say = print,
 ) -> Report:
     """All of it. Never raises for what the run did wrong: the report says it."""
     chance = random.Random(seed)
-    volleys = (
-        [(kind,) for kind in kinds] if kinds else pair(draw(faults, chance, setup.kinds), chance)
-    )
-    slack = sum(kind.steps for volley in volleys for kind in volley)
-    report = Report(seed, faults, setup.name, steps=(len(volleys) + 1) * setup.stride + slack)
-    report.versions = {
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "deepspeed", "transformers")},
-    }
+    kinds = [kind for volley in volleys for kind in volley]
+    slack = sum(kind.steps for kind in kinds)
+    report = Report(len(kinds), (len(volleys) + 1) * setup.stride + slack)
     begun = time.monotonic()
     try:
         with ExitStack() as stack:
@@ -168,20 +118,23 @@ def campaign(
             for number, volley in enumerate(volleys, 1):
                 # Each has a stretch of its own: the run is over only after the last of them.
                 at = number * setup.stride + chance.randrange(setup.stride // 3)
-                _fire(site, volley, at, chance, report, say)
+                _fire(site, volley, at, chance, report)
             disturbed = _until_the_end(site)
-            say(f"the end, after {time.monotonic() - begun:.0f} s")
+            print(f"the end, after {time.monotonic() - begun:.0f} s", flush=True)
             report.weights_hash = disturbed.weights_hash
             if undisturbed is not None:
                 _compare(undisturbed.until_over(patience_s=PATIENCE_S), disturbed, report)
     except GaveUp as error:
         report.problems.append(str(error))
-    report.took_s = time.monotonic() - begun
     return report
 
 
 def _fire(
-    site: Site, volley: Volley, at: int, chance: random.Random, report: Report, say: Say
+    site: Site,
+    volley: Volley,
+    at: int,
+    chance: random.Random,
+    report: Report,
 ) -> None:
     """A volley at a step, and all that must be true after it."""
     site.until(
@@ -194,8 +147,7 @@ def _fire(
     """When each struck, and how many resumes there were."""
     try:
         for kind in volley:
-            strike = Strike(len(report.strikes) + 1, kind.name, kind.words, step=site.step)
-            strike.follows = bool(strikes)
+            strike = Strike(kind.name, kind.words, site.step, follows=bool(strikes))
             strikes.append(strike)
             report.strikes.append(strike)
             begun, resumes, attempts = time.monotonic(), len(site.resumed), len(site.attempts())
@@ -206,29 +158,20 @@ def _fire(
         _until_it_goes_on(site, strikes[-1], resumes, attempts, must_restart=must_restart)
         _check(site, volley, sum(site.repeated[before[0][1] :]))
     except GaveUp as error:
-        words = f"{strikes[-1].kind} {strikes[-1].what}"
-        strikes[-1].why = str(error).splitlines()[0]
-        say(f"{strikes[-1].number:>3} {words}: NOT SURVIVED: {strikes[-1].why}")
+        why = str(error).splitlines()[0]
+        print(f"{strikes[-1].kind} {strikes[-1].what}: NOT SURVIVED: {why}", flush=True)
         raise
     for strike, (begun, resumes) in zip(strikes, before, strict=True):
-        strike.restarts = len(site.resumed) - resumes
-        if strike.restarts:
-            strike.resumed_at = min(site.resumed[resumes:])
-            strike.repeated = sum(site.repeated[resumes:])
+        strike.repeated = sum(site.repeated[resumes:])
         strike.took_s = time.monotonic() - begun
         strike.survived = True
-        say(_line(strike, report))
-
-
-def _line(strike: Strike, report: Report) -> str:
-    """One fault in words."""
-    when = "  + meanwhile" if strike.follows else f"at step {strike.step}"
-    again = "" if strike.resumed_at is None else f", again from {strike.resumed_at}"
-    again += f" ({strike.restarts} restarts)" if strike.restarts > 1 else ""
-    return (
-        f"{strike.number:>3}/{report.faults} {strike.kind:<10} {when}: {strike.what}{again}, "
-        f"{strike.repeated} repeated, {strike.took_s:.1f} s"
-    )
+        when = "  + meanwhile" if strike.follows else f"at step {strike.step}"
+        print(
+            f"{report.survived:>3}/{report.faults} {strike.kind:<10} {when}: {strike.what}, "
+            f"{len(site.resumed) - resumes} restarts, {strike.repeated} steps repeated, "
+            f"{strike.took_s:.1f} s",
+            flush=True,
+        )
 
 
 def _until_it_goes_on(

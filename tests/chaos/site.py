@@ -2,7 +2,7 @@
 
     with Site(directory, steps=400, every=10) as site:
         site.start()
-        site.until_step(50)
+        site.until(lambda: site.step >= 50, what="step 50")
 
 Everything is read from the files of the run, as a user's own eyes would.
 """
@@ -17,11 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tests.chaos.run_files import Disk, RunFiles
-from tests.chaos.training import REPOSITORY, GaveUp, training_words
-from tests.cluster.launching import hardware_of, rank_pids
+from tests.chaos.training import GaveUp, training_words
+from tests.cluster.launching import REPOSITORY, hardware_of, rank_pids, start_program, write_option
 from tests.cluster.netns import Cluster, Host, wait_until
 
 PATIENCE_S = 240.0
@@ -85,9 +83,6 @@ class Site(RunFiles):
 
     def start(self) -> None:
         """``python -m llmx`` on the first host."""
-        conf = self.directory / "conf" / "hardware"
-        conf.mkdir(parents=True)
-        (conf / "chaos.yaml").write_text(yaml.safe_dump(hardware_of(self.cluster, (1, 1))))
         words = [
             *self.words(self.steps),
             *self.start_words(),
@@ -98,7 +93,7 @@ class Site(RunFiles):
             *("launch.orphan_timeout_s=15", f"launch.hang_timeout_s={self.HANG_S}"),
             *("launch.stop_grace_s=6", "launch.host_wait_s=300", "launch.start_timeout_s=100"),
             *(f"run_dir={self.work}/run", f"data.cache_dir={self.directory}/cache"),
-            f"--config-dir={conf.parent}",
+            write_option(self.directory, "chaos", hardware_of(self.cluster, (1, 1))),
         ]
         self._llmx(words)
 
@@ -107,17 +102,8 @@ class Site(RunFiles):
         self._llmx(["resume", f"{self.work}/run"])
 
     def _llmx(self, words: list[str]) -> None:
-        with self.out.open("ab") as stream:
-            stream.write(f"$ python -m llmx {' '.join(words[:2])} ...\n".encode())
-            stream.flush()
-            self.process = self.near.popen(
-                [sys.executable, "-m", "llmx", *words],
-                cwd=str(self.directory),
-                env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-            )
+        argv, env = [sys.executable, "-m", "llmx", *words], {"PYTHONPATH": str(REPOSITORY)}
+        self.process = start_program(self.near, argv, self.out, env=env)
 
     def is_over(self) -> bool:
         return self.process is not None and self.process.poll() is not None
@@ -147,9 +133,6 @@ class Site(RunFiles):
             wait_until(seen, timeout_s=timeout_s, what=what)
         except TimeoutError as late:
             raise GaveUp(f"{late}\n{self.story()}") from None
-
-    def until_step(self, step: int) -> None:
-        self.until(lambda: self.step >= step, what=f"step {step}")
 
     def story(self) -> str:
         """The ends of all logs, for a failure."""

@@ -17,10 +17,7 @@ import psutil
 
 from llmx.run.rundir import RunDir, read_json
 from tests.chaos.run_files import json_lines
-from tests.cluster.launching import SMALL
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-"""The code under test: the one that this file belongs to."""
+from tests.cluster.launching import REPOSITORY, SMALL
 
 
 class GaveUp(AssertionError):

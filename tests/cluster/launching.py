@@ -10,7 +10,6 @@ The cluster becomes a ``hardware`` option of its own in a config directory of th
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ import yaml
 from llmx.run.rundir import RunDir
 from tests.cluster.netns import INTERFACE, Cluster, Host, wait_until
 
-REPOSITORY = Path(__file__).parent.parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = (
     "experiment=demo",
     "model.config.hidden_size=32",
@@ -141,41 +140,54 @@ def start_llmx(
     """Start a run on the first host, its run directory under ``directory``, or as an override says.
     ``devices``: name and description of each used host's device type, where they are not all
     ``cpu``; ``by_host``: further keys of a host."""
-    conf = directory / "conf" / "hardware"
-    conf.mkdir(parents=True, exist_ok=True)
     hardware = hardware_of(cluster, slots, interface=interface, reverse=reverse)
     hardware["env"] = rank_env or {}
     for host, (device, about) in zip(hardware["hosts"], devices, strict=False):
         host["device"], hardware["devices"][device] = device, about
     for host in hardware["hosts"]:
         host |= (by_host or {}).get(host["name"], {})
-    (conf / f"{name}.yaml").write_text(yaml.safe_dump(hardware))
     given = [word.partition("=")[2] for word in overrides if word.startswith("run_dir=")]
     run_dir = Path(given[-1]) if given else directory / name
     out = directory / f"{name}.out"
     argv = [
         sys.executable, "-m", "llmx", *SMALL, f"run_dir={run_dir}",
-        f"data.cache_dir={directory / 'cache'}", *overrides, f"--config-dir={conf.parent}",
+        f"data.cache_dir={directory / 'cache'}", *overrides,
+        write_option(directory, name, hardware),
     ]  # fmt: skip
     if not any(word.startswith("hardware=") for word in overrides):
         argv.append(f"hardware={name}")
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, **(env or {})}
+    environment = dict(env or {})
     if "launch.transport=openmpi" in overrides:
         # mpirun passes on no path with a blank, and a clone may lie below one.
         link = directory / "repository"
         if not link.exists():
             link.symlink_to(REPOSITORY)
         environment["PYTHONPATH"] = str(link)
+    process = start_program(cluster.first, argv, out, env=environment)
+    return LlmxRun(cluster.first, process, run_dir, out)
+
+
+def write_option(directory: Path, name: str, hardware: dict[str, Any]) -> str:
+    """Make it ``hardware=NAME``; the word of a command line for it."""
+    conf = directory / "conf"
+    (conf / "hardware").mkdir(parents=True, exist_ok=True)
+    (conf / f"hardware/{name}.yaml").write_text(yaml.safe_dump(hardware))
+    return f"--config-dir={conf}"
+
+
+def start_program(
+    host: Host, argv: Sequence[str], out: Path, *, env: dict[str, str] | None = None
+) -> subprocess.Popen[Any]:
+    """A program on a host, in the directory of the file that it writes to."""
     with out.open("wb") as stream:
-        process = cluster.first.popen(
+        return host.popen(
             argv,
-            cwd=str(directory),
-            env=environment,
+            cwd=str(out.parent),
+            env={"OMP_NUM_THREADS": "1", **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
         )
-    return LlmxRun(cluster.first, process, run_dir, out)
 
 
 def is_rank(argv: Sequence[str]) -> bool:

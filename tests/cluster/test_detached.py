@@ -9,11 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import yaml
-
 from llmx.run.rundir import RunDir, read_mapping, write_json
 from tests import tracked_run
-from tests.cluster.launching import REPOSITORY, SMALL, hardware_of
+from tests.cluster.launching import REPOSITORY, SMALL, hardware_of, start_program, write_option
 from tests.cluster.netns import Cluster, wait_until
 
 
@@ -26,12 +24,10 @@ def test_a_run_that_is_left_on_the_cluster_and_one_that_waits_for_it(
     work.mkdir()
     cluster = make_cluster(private_paths=[work])
     laptop, far = cluster.hosts
-    conf = tmp_path / "conf" / "hardware"
-    conf.mkdir(parents=True)
-    (conf / "far.yaml").write_text(yaml.safe_dump(hardware_of(cluster, (0, 1))))
+    option = write_option(tmp_path, "far", hardware_of(cluster, (0, 1)))
     run = RunDir(work / "one")
     llmx = ["env", f"PYTHONPATH={REPOSITORY}", sys.executable, "-m", "llmx"]
-    start = [*llmx, *SMALL, "hardware=far", f"--config-dir={conf.parent}"]
+    start = [*llmx, *SMALL, "hardware=far", option]
     words = [*start, f"run_dir={run.root}", "task.steps=100000", "launch.detach=true"]
     ssh = ["ssh", "-F", str(cluster.ssh_config), "node-b"]
     started = laptop.run([*ssh, shlex.join(words)], check=False)
@@ -42,8 +38,7 @@ def test_a_run_that_is_left_on_the_cluster_and_one_that_waits_for_it(
     # The same words from here, once more: it waits for the first one.
     out = tmp_path / "out"
     words = [*start, f"run_dir={work}/two", "task.steps=3", "launch=rsync", "launch.queue=true"]
-    with out.open("w") as stream:
-        waiting = laptop.popen(words, cwd=str(tmp_path), stdout=stream, stderr=stream)
+    waiting = start_program(laptop, words, out)
     text = f"waiting for its turn (launch.queue=true): node-b: is busy with 1 rank of {run.root}"
     wait_until(lambda: text in out.read_text(), timeout_s=60, what=text)
     location = [f"node-b:{run.root}", "--ssh-config", str(cluster.ssh_config)]
@@ -106,8 +101,7 @@ def test_status_and_watch_over_ssh(make_cluster: Callable[..., Cluster], tmp_pat
 
     words = ["watch", f"node-b:{work}/runs/one", "--every", "0.2", *there]
     out = tmp_path / "watch.out"
-    with out.open("w") as stream:
-        watching = near.popen([*llmx, *words], env=code, stdout=stream, stderr=stream)
+    watching = start_program(near, [*llmx, *words], out, env=code)
 
     def until(text: str) -> None:
         def said() -> bool:
@@ -133,9 +127,9 @@ def test_status_and_watch_over_ssh(make_cluster: Callable[..., Cluster], tmp_pat
     run.result.unlink()
     far.popen(["python3", "-c", SUPERVISOR, str(work / "runs/one")])
     wait_until(lambda: run.console_log.exists(), timeout_s=10, what="the supervisor")
-    with out.open("w") as stream:
-        words = ["attach", f"node-b:{work}/runs/one", *there]
-        attached = near.popen([*llmx, *words], env=code, stdout=stream, stderr=stream)
+    out = tmp_path / "attach.out"
+    words = [*llmx, "attach", f"node-b:{work}/runs/one", *there]
+    attached = start_program(near, words, out, env=code)
     wait_until(lambda: "step 40" in out.read_text(), timeout_s=20, what="its console")
     stopped = near.run([*llmx, "stop", f"node-b:{work}/runs/one", *there], env=code)
     assert "interrupted: by a test" in stopped.stdout

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from tests.cluster import leftovers
+from tests.cluster.launching import REPOSITORY
 from tests.cluster.netns import Cluster, wait_until
 
 pytestmark = pytest.mark.nightly
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 Make = Callable[..., Cluster]
 Need = Callable[..., None]
 

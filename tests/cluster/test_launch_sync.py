@@ -15,11 +15,10 @@ import yaml
 from llmx.config import experiment_from_dict
 from llmx.data import SampleStore
 from llmx.tasks import prepare, tokenizer_of
-from tests.cluster.launching import LlmxRun, nothing_left, start_llmx
+from tests.cluster.launching import REPOSITORY, LlmxRun, nothing_left, start_llmx
 from tests.cluster.netns import Cluster
 from tests.published_configs import published_model
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = 1200
 SIZES = (
     "model.config.num_hidden_layers=2", "model.config.hidden_size=32",

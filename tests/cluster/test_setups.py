@@ -12,10 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.cluster.host import make_key
-from tests.cluster.launching import hardware_of, nothing_left, rank_pids, start_llmx
+from tests.cluster.launching import (
+    hardware_of,
+    nothing_left,
+    rank_pids,
+    start_llmx,
+    write_option,
+)
 from tests.cluster.netns import INTERFACE, Cluster, Unsupported, wait_until
 
 Make = Callable[..., Cluster]
@@ -264,10 +269,8 @@ def test_it_is_refused_with_the_fix_or_trains(
 
 
 def test_a_doctor_of_healthy_hosts(cluster: Cluster, tmp_path: Path) -> None:
-    conf = tmp_path / "conf" / "hardware"
-    conf.mkdir(parents=True)
-    (conf / "pair.yaml").write_text(yaml.safe_dump(hardware_of(cluster, (1, 1))))
-    words = ["doctor", "hardware=pair", f"--config-dir={conf.parent}", "--bandwidth"]
+    option = write_option(tmp_path, "pair", hardware_of(cluster, (1, 1)))
+    words = ["doctor", "hardware=pair", option, "--bandwidth"]
     done = cluster.first.run([sys.executable, "-m", "llmx", *words], cwd=str(tmp_path), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for line in (

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +13,14 @@ import yaml
 
 from llmx.run.rundir import RunDir, read_mapping
 from llmx.run.sweepdir import ENDED, Trial, is_sweep, load
-from tests.cluster.launching import SMALL, LlmxRun, hardware_of, nothing_left
+from tests.cluster.launching import (
+    SMALL,
+    LlmxRun,
+    hardware_of,
+    nothing_left,
+    start_program,
+    write_option,
+)
 from tests.cluster.netns import Cluster, wait_until
 from tests.cluster.slurm import logs, start_slurm
 from tests.programs import faulty
@@ -115,10 +120,8 @@ def test_a_sweep_on_two_hosts_ends_as_it_must(
 
 def write_trials(conf: Path, cluster: Cluster) -> None:
     """The hosts as ``hardware=pair``, and each trial as an experiment."""
-    for group in ("hardware", "experiment"):
-        (conf / group).mkdir(parents=True)
-    hardware = hardware_of(cluster, (1, 1))
-    (conf / "hardware/pair.yaml").write_text(yaml.safe_dump(hardware))
+    (conf / "experiment").mkdir(parents=True)
+    write_option(conf.parent, "pair", hardware_of(cluster, (1, 1)))
     for name, own in TRIALS.items():
         task = {"kind": "faulty:Faulty", **own.get("task", {})}
         batch = own.get("batch", {"micro_batch": 2})
@@ -140,15 +143,7 @@ def entries(directory: Path) -> dict[str, dict[str, Any]]:
 def start(cluster: Cluster, directory: Path, words: Sequence[str]) -> LlmxRun:
     """``python -m llmx WORDS`` on the first host."""
     out = directory / f"{words[0].lstrip('-')}.out"
-    with out.open("wb") as stream:
-        process = cluster.first.popen(
-            [sys.executable, "-m", "llmx", *words],
-            cwd=str(directory),
-            env={"OMP_NUM_THREADS": "1", **os.environ},
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-        )
+    process = start_program(cluster.first, [sys.executable, "-m", "llmx", *words], out)
     return LlmxRun(cluster.first, process, directory / "none", out)
 
 
@@ -165,22 +160,14 @@ def test_trials_are_jobs_that_outlive_their_sweep(
     # Somebody else has node-b.
     first.run(["sbatch", "--nodelist=node-b", "-n2", f"--chdir={tmp_path}", "--job-name=other",
                "--output=/dev/null", "--wrap", "sleep 600"])  # fmt: skip
-    conf, sweep_dir = tmp_path / "conf" / "hardware", tmp_path / "sweep"
-    conf.mkdir(parents=True)
-    (conf / "slurm2.yaml").write_text(yaml.safe_dump(hardware_of(cluster, (1, 1))))
+    sweep_dir = tmp_path / "sweep"
+    option = write_option(tmp_path, "slurm2", hardware_of(cluster, (1, 1)))
     argv = [
         *(sys.executable, "-m", "llmx", "-m", "seed=1,2,3", *SMALL, "hardware=slurm2"),
         *("launch.transport=slurm", "sweep.slots_per_trial=1", "sweep.max_jobs=3"),
         *("sweep.trial_steps=3", f"data.cache_dir={tmp_path / 'cache'}"),
-        *(f"hydra.sweep.dir={sweep_dir}", f"--config-dir={conf.parent}"),
+        *(f"hydra.sweep.dir={sweep_dir}", option),
     ]
-
-    def start(name: str) -> subprocess.Popen[Any]:
-        with (tmp_path / name).open("wb") as out:
-            return first.popen(
-                argv, cwd=str(tmp_path), env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-            )  # fmt: skip
 
     def entries() -> list[Trial]:
         return load(sweep_dir).trials if is_sweep(sweep_dir) else []
@@ -191,7 +178,7 @@ def test_trials_are_jobs_that_outlive_their_sweep(
         )
         return f"{(tmp_path / name).read_text()}{consoles}\n{logs(cluster)}"
 
-    sweep = start("first.out")
+    sweep = start_program(first, argv, tmp_path / "first.out")
     try:
         wait_until(
             lambda: [bool(entry.job) for entry in entries()] == [True] * 3,
@@ -212,7 +199,7 @@ def test_trials_are_jobs_that_outlive_their_sweep(
         sweep.wait()
     first.run(["scancel", "--name=other"])
 
-    sweep = start("second.out")
+    sweep = start_program(first, argv, tmp_path / "second.out")
     assert sweep.wait(timeout=240) == 0, said("second.out")
     assert [entry.outcome for entry in entries()] == ["ok"] * 3, said("second.out")
     after = [entry.job for entry in entries()]

@@ -6,7 +6,6 @@ same global batch must give them again.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +15,14 @@ from pathlib import Path
 import pytest
 
 from llmx.run.rundir import read_json
-from tests.cluster.launching import SMALL, LlmxRun, nothing_left, rank_pids, start_llmx
+from tests.cluster.launching import (
+    SMALL,
+    LlmxRun,
+    nothing_left,
+    rank_pids,
+    start_llmx,
+    start_program,
+)
 from tests.cluster.netns import Cluster, wait_until
 from tests.cluster.slurm import start_slurm
 
@@ -208,13 +214,7 @@ def test_torchrun_starts_the_ranks(
                 *("task.steps=200", f"data.cache_dir={tmp_path / 'cache'}"),
                 *(f"run_dir={run_dir}", "launch=external"),
             ]
-            with (tmp_path / f"{rank}.out").open("wb") as out:
-                processes.append(
-                    host.popen(
-                        argv, cwd=str(tmp_path), env={**os.environ, "OMP_NUM_THREADS": "1"},
-                        stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                    )
-                )  # fmt: skip
+            processes.append(start_program(host, argv, tmp_path / f"{rank}.out"))
         return processes
 
     def output() -> str:

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmx.checkpoint import commit, pointers, selection
-from llmx.checkpoint.disk import DISK, Disk, allocate
+from llmx.checkpoint.disk import DISK, allocate
 from llmx.checkpoint.tensors import Fragment, TensorWriter
 from tests.checkpoint_saves import (
     Fault,
@@ -282,13 +282,6 @@ def test_recovering_is_durable_before_the_next_save(checkpoints: Path) -> None:
         assert selection.list_steps(place) == [1]
 
     cut_everywhere(checkpoints, disk, first=len(disk.calls), check=check)
-
-
-def test_faulty_disks_know_every_door_of_the_disk() -> None:
-    """A method that is added to ``Disk`` is one that the faults must learn of."""
-    doors = {name for name in vars(Disk) if not name.startswith("_")}
-    assert doors - {"close"} <= set(vars(FaultyDisk)), doors
-    assert doors - {"close"} <= set(vars(RecordingDisk)), doors
 
 
 # --- Reserving bytes, on file systems that can and on one that cannot ----------------------------
