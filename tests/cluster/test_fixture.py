@@ -1,9 +1,8 @@
-"""The pretend cluster is real: hosts are apart, and faults are felt."""
+"""Faults of the pretend cluster are felt, where no other test shows it; nothing of it is left."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -21,58 +20,11 @@ from tests.cluster.netns import Cluster, wait_until
 pytestmark = pytest.mark.nightly
 
 Make = Callable[..., Cluster]
-Need = Callable[..., None]
 
 
-def test_private_disks_are_private_and_a_hidden_checkout_leaves_python(
-    make_cluster: Make, tmp_path: Path
-) -> None:
-    work = tmp_path / "work"
-    work.mkdir()
-    (work / "of-this-machine").touch()
-    cluster = make_cluster(private_paths=[work], hidden={"node-b": [REPOSITORY]})
-    for host in cluster.hosts:
-        assert host.run(["ls", work]).stdout == ""
-        host.run(["sh", "-c", f"hostname > {work}/name"])
-        host.run(["sh", "-c", "hostname > /dev/shm/name"])
-    for host in cluster.hosts:
-        assert host.path(work / "name").read_text() == f"{host.name}\n"
-        assert host.path("/dev/shm/name").read_text() == f"{host.name}\n"
-    assert [path.name for path in work.iterdir()] == ["of-this-machine"]
-    first, second = cluster.hosts
-    assert first.run(["ls", REPOSITORY / "llmx"]).stdout
-    assert second.run(["ls", REPOSITORY / "llmx"], check=False).returncode != 0
-    second.run([sys.executable, "-c", "import numpy"])
-    second.add_disk("/mnt", size_mib=1)  # the fixture's scripts are still found
-
-
-def test_a_killed_host_comes_back_empty(make_cluster: Make, tmp_path: Path) -> None:
-    cluster = make_cluster(private_paths=[tmp_path / "work"])
-    first, second = cluster.hosts
-    second.path(tmp_path / "work" / "file").touch()
-    process = second.popen(["sleep", "1000"])
-    wait_until(second.processes, timeout_s=10, what="sleep runs")
-    second.kill()
-    assert process.wait(timeout=10) == -signal.SIGKILL
-    assert not _can_connect(first, second)
-    second.boot()
-    assert _can_connect(first, second)
-    assert list(second.path(tmp_path / "work").iterdir()) == []
-
-
-def test_a_line_is_cut_slow_or_short_until_it_is_not(make_cluster: Make) -> None:
+def test_a_line_is_slow_or_short_until_it_is_not(make_cluster: Make) -> None:
     cluster = make_cluster()
     first, second = cluster.hosts
-    second.cut()
-    assert not _can_connect(first, second)
-    second.restore()
-    wait_until(lambda: _can_connect(first, second), timeout_s=20, what="the link is back")
-
-    second.stop_sshd()
-    assert "Connection refused" in _ssh(first, "node-b", "true", check=False).stderr
-    second.start_sshd()
-    _ssh(first, "node-b", "true")
-
     second.limit_bandwidth(40)
     ssh = f"ssh -F {cluster.ssh_config} node-b"
     for command in (
@@ -93,13 +45,8 @@ def test_a_line_is_cut_slow_or_short_until_it_is_not(make_cluster: Make) -> None
     assert first.run(["sh", "-c", long_word]).stdout == "20000\n"
 
 
-def test_a_host_with_a_full_disk_and_little_of_a_core(make_cluster: Make, tmp_path: Path) -> None:
+def test_a_host_with_little_of_a_core(make_cluster: Make) -> None:
     host = make_cluster().first
-    host.add_disk(tmp_path, size_mib=1)
-    answer = host.run(["sh", "-c", f"head -c 2M /dev/zero > {tmp_path}/file"], check=False)
-    assert "No space left on device" in answer.stderr
-    assert host.path(tmp_path / "file").stat().st_size <= 2**20
-
     python = [sys.executable, "-S", "-c"]
     cores = "import os; print(sorted(os.sched_getaffinity(0)))"
     all_cores = os.sched_getaffinity(0)
@@ -115,7 +62,7 @@ def test_a_host_with_a_full_disk_and_little_of_a_core(make_cluster: Make, tmp_pa
     assert float(host.run([*python, f"{spin}print(time.process_time())"]).stdout) < 0.45
 
 
-def test_a_killed_session_leaves_no_process_and_no_network(tmp_path: Path) -> None:
+def test_a_killed_session_leaves_no_process_and_no_network() -> None:
     program = textwrap.dedent("""
         import sys
         from tests.cluster.netns import Cluster
@@ -159,5 +106,5 @@ def _can_connect(here: Any, there: Any) -> bool:
     return here.run(["timeout", "1", "bash", "-c", command], check=False).returncode == 0
 
 
-def _ssh(here: Any, there: str, *words: str, check: bool = True) -> Any:
-    return here.run(["ssh", "-F", here.cluster.ssh_config, there, *words], check=check)
+def _ssh(here: Any, there: str, *words: str) -> Any:
+    return here.run(["ssh", "-F", here.cluster.ssh_config, there, *words])
