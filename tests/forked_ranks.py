@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,12 +151,6 @@ def shared() -> Server:
     made = Server()
     atexit.register(made.close)
     return made
-
-
-@contextlib.contextmanager
-def server() -> Iterator[Server]:
-    """``shared`` for a ``with``."""
-    yield shared()
 
 
 def launch(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.run.metrics.lines import MetricsTail
-from llmx.run.rundir import RunDir, read_json
+from llmx.run.rundir import RunDir, read_json, read_mapping
 from tests.cluster.netns import Cluster, Host
 
 
@@ -95,11 +95,7 @@ class RunFiles:
 
     def supervisor(self) -> dict[str, Any]:
         """``supervisor.json``."""
-        try:
-            values: dict[str, Any] = read_json(self.run_dir(self.near).supervisor)
-        except (OSError, ValueError):
-            return {}
-        return values
+        return dict(read_mapping(self.run_dir(self.near).supervisor))
 
     def attempts(self) -> list[dict[str, Any]]:
         """The whole lines of ``attempts.jsonl``."""
@@ -107,8 +103,7 @@ class RunFiles:
 
     def result(self) -> dict[str, Any]:
         """``result.json``."""
-        values: dict[str, Any] = read_json(self.run_dir(self.near).result)
-        return values
+        return dict(read_json(self.run_dir(self.near).result))
 
     def saves(self) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == "saved"]

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from llmx.launch.supervision.journal import read_attempts
-from llmx.observe.run import Run
 from llmx.run.rundir import RunDir, read_json
 from tests.cluster.launching import LlmxRun, nothing_left, rank_pids, start_llmx
 from tests.cluster.netns import Cluster, Host, wait_until
@@ -201,45 +200,6 @@ def test_a_full_disk_is_waited_for(make_cluster: Make, tmp_path: Path) -> None:
     assert (first["outcome"], first["decision"]) == ("disk_full", "restart")
     assert (second["outcome"], second["last_step"]) == ("ok", steps)
     assert committed(run, host) == [steps]
-    nothing_left(cluster, timeout_s=5)
-
-
-@pytest.mark.nightly
-def test_a_network_that_fails_between_the_hosts(make_cluster: Make, tmp_path: Path) -> None:
-    """ssh works on. It is said who waits for whom; training goes on when the network does. Where
-    ranks have failed meanwhile, the next attempt waits for the network."""
-    cluster = make_cluster()
-    near, far = cluster.hosts
-    overrides = ["launch.transport=ssh", "launch.max_restarts=1", "launch.restart_backoff_s=1"]
-    overrides += ["task.steps=100000", "checkpoint.every_steps=20"]
-    run = start_llmx(cluster, tmp_path, overrides=overrides)
-    until_attempt(run, 1, step=0)
-
-    def shown(words: str) -> bool:
-        view = Run(run.dir.root)
-        assert not (view.standing.why and view.left_s)
-        return words in view.standing.why
-
-    far.block_high_ports()
-    wait_until(lambda: shown("no step for"), timeout_s=120, what="the stall is said")
-    pair = f"waiting for node-a -> node-b at {far.address}"
-    wait_until(lambda: shown(pair), timeout_s=120, what="the pair is named")
-    step = run.records()[-1]["step"]
-    far.unblock_high_ports()
-    run.until_step(step + 50, timeout_s=300)  # TCP tries again after up to 2 minutes
-    assert "training goes on" in run.out.read_text()
-    assert read_attempts(run.dir) == []
-
-    far.block_high_ports()
-    (rank,) = rank_pids(far)
-    far.run(["kill", "-KILL", str(rank)])
-    waits = "waiting for the network between the hosts"
-    wait_until(lambda: waits in run.out.read_text(), timeout_s=120, what="the wait")
-    far.unblock_high_ports()
-    until_attempt(run, 2, step=max(committed(run, near)))
-    run.signal(signal.SIGTERM)
-    assert run.wait(timeout_s=60) == 130, run.output()
-    assert [line["decision"] for line in read_attempts(run.dir)] == ["restart", "stop"]
     nothing_left(cluster, timeout_s=5)
 
 

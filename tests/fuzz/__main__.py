@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import collections
+import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from tests.fuzz.after import finished_run
@@ -24,16 +24,6 @@ def base_run(directory: Path) -> Path:
     return base
 
 
-def campaign(seed: int, first: int, count: int, *, after: bool = False) -> Iterator[Outcome]:
-    """Run cases ``first`` to ``first + count`` of a seed; outcomes as they come, in order."""
-    with tempfile.TemporaryDirectory(prefix="llmx-fuzz-") as name:
-        directory = Path(name)
-        base = finished_run(directory / "base") if after else base_run(directory)
-        for number in range(first, first + count):
-            case = make_case(seed, number, after=after)
-            yield run_case(case, directory / "case", base=base)
-
-
 def main() -> int:
     """0 when no case had a fault."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
@@ -42,7 +32,6 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--case", help="one case again: SEED:NUMBER")
     parser.add_argument("--after", action="store_true", help="the commands after training")
-    parser.add_argument("--messages", type=Path, help="write every different message here")
     options = parser.parse_args()
     seed, first, count = options.seed, options.first, options.count
     if options.case:
@@ -50,18 +39,20 @@ def main() -> int:
         count = 1
     outcomes: list[Outcome] = []
     faults: collections.Counter[str] = collections.Counter()
-    for outcome in campaign(seed, first, count, after=options.after):
+    directory = Path(tempfile.mkdtemp(prefix="llmx-fuzz-"))
+    base = finished_run(directory / "base") if options.after else base_run(directory)
+    for number in range(first, first + count):
+        case = make_case(seed, number, after=options.after)
+        outcome = run_case(case, directory / "case", base=base)
         outcomes.append(outcome)
         if options.case:
-            print(outcome.case, outcome.code, outcome.message, sep="\n")
+            print(case, outcome.code, outcome.message, sep="\n")
         for fault in outcome.faults:
             faults[fault.split(":")[0]] += 1
-            argv = [word if len(word) < 80 else f"{word[:77]}..." for word in outcome.case.argv]
-            print(f"{outcome.case.seed}:{outcome.case.number} {argv!r}\n  {fault[-1500:]}")
+            argv = [word if len(word) < 80 else f"{word[:77]}..." for word in case.argv]
+            print(f"{seed}:{number} {argv!r}\n  {fault[-1500:]}")
             print(f"  message: {outcome.message[:400]!r}\n", flush=True)
-    if options.messages:
-        kinds = sorted({outcome.message for outcome in outcomes if outcome.message})
-        options.messages.write_text("\n".join(kinds), encoding="utf-8", errors="replace")
+    shutil.rmtree(directory)
     accepted = sum(outcome.accepted for outcome in outcomes)
     slowest = max(outcome.cpu_s for outcome in outcomes)
     print(f"{len(outcomes)} cases: {accepted} accepted, {len(outcomes) - accepted} refused; "

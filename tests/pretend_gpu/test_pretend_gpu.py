@@ -23,12 +23,15 @@ from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.train.speeds import Change, record
 from tests.forked_ranks import Server
 from tests.pretend_gpu.collectives import differences
-from tests.pretend_gpu.report import STEP
-from tests.pretend_gpu.runs import gpus, reports, run_of
-from tests.rundirs import TINY_LLAMA, logs
+from tests.pretend_gpu.report import STEP, read
+from tests.rundirs import TINY_LLAMA, experiment, logs, write_run
 
 pytestmark = pytest.mark.deepspeed
 
+DEVICES = {
+    "a100": {"compute_capability": 8.0, "memory_gib": 40, "precisions": ["fp32", "fp16", "bf16"]},
+    "v100": {"compute_capability": 7.0, "memory_gib": 32, "precisions": ["fp32", "fp16"]},
+}
 TWO = (("a100", 2),)
 MIXED = (("a100", 2), ("v100", 2))
 WATCHED = 5
@@ -120,6 +123,43 @@ CASES: dict[str, dict[str, Any]] = {
         "precision": "fp16",
     },
 }
+
+
+def gpus(*hosts: tuple[str, int]) -> dict[str, Any]:
+    """The group ``hardware`` of hosts with so many GPUs of a type."""
+    return {
+        "name": "pretended",
+        "hosts": [
+            {"name": f"node-{number}", "address": "127.0.0.1", "slots": slots, "device": device}
+            for number, (device, slots) in enumerate(hosts)
+        ],
+        "devices": {device: {"accelerator": "cuda", **DEVICES[device]} for device in dict(hosts)},
+    }
+
+
+def run_of(directory: Path, hardware: dict[str, Any] | None, **groups: Any) -> RunDir:
+    """A small run; ``hardware=None``: on two CPU ranks."""
+    defaults: dict[str, Any] = {
+        "data": {"seq_len": 64, "max_rows": 200, "eval_samples": 8},
+        "task": {"steps": 8, "log_every_steps": 8, "save_model": False},
+        "batch": {"micro_batch": 2, "accumulation": 2},
+        "checkpoint": {"every_steps": 100},
+        "launch": {"comm_timeout_s": 120},
+    }
+    for group, values in groups.items():
+        known = defaults.get(group)
+        merged = isinstance(known, dict) and isinstance(values, dict)
+        defaults[group] = {**known, **values} if merged else values
+    if hardware is not None:
+        defaults["hardware"] = hardware
+        if len(hardware["hosts"]) > 1:
+            defaults["launch"] = {**defaults["launch"], "transport": "ssh"}
+    return write_run(experiment(directory, **defaults))
+
+
+def reports(run: RunDir) -> list[dict[str, list[Any]]]:
+    """What each rank saw."""
+    return [read(path) for path in sorted(run.ranks.glob("pretended-*.jsonl"))]
 
 
 @pytest.fixture(scope="module")
