@@ -45,8 +45,8 @@ WHOLE = {
 PAIRS = {"path": "{rows}/pairs.jsonl", "packing": "none", "over_long": "truncate"}
 ANSWERS = {**PAIRS, "path": "{rows}/answers.jsonl"}
 EVERY_TIME = ("stage3", "grpo")
-DRAWN = {"rewards": ["length"], "max_new_tokens": 12}
-BERT = {
+DRAWN = {"rewards": ["length"], "max_new_tokens": 12, "updates": 2}
+MASKED = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -55,6 +55,12 @@ BERT = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
+
+
+def of(stage: int, kind: str = "sft", *, groups: dict[str, Any] | None = None, **options: Any):
+    """A task at a stage of ZeRO, with further groups."""
+    return {"zero": {"stage": stage}, "task": {"kind": kind, "options": options}, **(groups or {})}
+
 
 CASES: dict[str, dict[str, Any]] = {
     "stage0": {"zero": {"stage": 0}},
@@ -71,46 +77,28 @@ CASES: dict[str, dict[str, Any]] = {
         "adapter": {"kind": "lora", "rank": 4, "targets": ["all-linear"]},
         **WHOLE,
     },
-    "dpo": {"zero": {"stage": 2}, "task": {"kind": "dpo"}, "data": PAIRS},
-    "dpo-live-stage3": {
-        "zero": {"stage": 3},
-        "task": {"kind": "dpo", "options": {"reference": "live"}},
-        "data": PAIRS,
-    },
-    "embed": {
-        "zero": {"stage": 2},
-        "task": {"kind": "embed"},
-        "data": ANSWERS,
-    },
-    "classify": {
-        "zero": {"stage": 3},
-        "task": {"kind": "classify"},
-        "data": {"path": "{rows}/labelled.jsonl", "form": "labelled"},
-        "checkpoint": {"every_steps": 7},
-    },
-    "distill": {
-        "zero": {"stage": 2},
-        "task": {"kind": "distill", "options": {"teacher": "{rows}/teacher", "top_k": 8}},
-    },
-    "grpo": {
-        "zero": {"stage": 2},
-        "task": {
-            "kind": "grpo",
-            "options": {**DRAWN, "group_size": 4, "beta": 0.04, "updates": 2},
+    "dpo": of(2, "dpo", groups={"data": PAIRS}),
+    "dpo-live-stage3": of(3, "dpo", reference="live", groups={"data": PAIRS}),
+    "embed": of(2, "embed", groups={"data": ANSWERS}),
+    "classify": of(
+        3,
+        "classify",
+        groups={
+            "data": {"path": "{rows}/labelled.jsonl", "form": "labelled"},
+            "checkpoint": {"every_steps": 7},
         },
-        "data": ANSWERS,
-    },
-    "ppo-stage3": {
-        "zero": {"stage": 3},
-        "task": {"kind": "ppo", "options": {**DRAWN, "updates": 2}},
-        "data": ANSWERS,
-    },
-    "mlm": {
-        "zero": {"stage": 2},
-        "model": {"kind": "bert", "tokenizer": "{rows}/masked", "config": BERT},
-        "task": {"kind": "mlm"},
-        "data": {"path": "{rows}/documents.jsonl", "seq_len": 32},
-    },
+    ),
+    "distill": of(2, "distill", teacher="{rows}/teacher", top_k=8),
+    "grpo": of(2, "grpo", **DRAWN, group_size=4, beta=0.04, groups={"data": ANSWERS}),
+    "ppo-stage3": of(3, "ppo", **DRAWN, groups={"data": ANSWERS}),
+    "mlm": of(
+        2,
+        "mlm",
+        groups={
+            "model": {"kind": "bert", "tokenizer": "{rows}/masked", "config": MASKED},
+            "data": {"path": "{rows}/documents.jsonl", "seq_len": 32},
+        },
+    ),
     "mixed-hpz-fp16": {
         "hosts": MIXED,
         "zero": {"stage": 3, "hpz_partition_size": 2},
