@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.machine import commit
 from tests.chaos.campaign import EVERY, SFT, Report, Strike, campaign
-from tests.chaos.kinds import draw, pair
+from tests.chaos.kinds import Volley, draw, pair
 from tests.chaos.rollouts import AHEAD, SYNCHRONOUS
 from tests.cluster.launching import REPOSITORY
 from tests.cluster.requirements import missing
@@ -41,7 +41,7 @@ def main() -> int:
     by_name = {kind.name: kind for kind in setup.kinds}
     if unknown := set(options.kind or ()) - set(by_name):
         parser.error(f"--kind {min(unknown)}: {setup.name} has {', '.join(by_name)}")
-    volleys = [(by_name[name],) for name in options.kind or ()]
+    volleys: list[Volley] = [(by_name[name],) for name in options.kind or ()]
     volleys = volleys or pair(draw(options.faults, chance, setup.kinds), chance)
     directory, begun = Path(tempfile.mkdtemp(prefix="llmx-chaos-")), time.time()
     try:

@@ -73,17 +73,9 @@ def _namespaces() -> str:
     if probe.returncode != 0 or not probe.stdout:
         last = (probe.stderr.strip().splitlines() or ["no reason given"])[-1]
         return f"needs namespaces and mounts, CAP_SYS_ADMIN and CAP_NET_ADMIN ({last})"
-    bridge = subprocess.run(
-        [
-            "unshare",
-            "--net",
-            "sh",
-            "-c",
-            "ip link add dev b0 type bridge && ip link add dev v0 type veth",
-        ],
-        capture_output=True,
-        text=True,
-    )
+    devices = "ip link add dev b0 type bridge && ip link add dev v0 type veth"
+    words = ["unshare", "--net", "sh", "-c", devices]
+    bridge = subprocess.run(words, capture_output=True, text=True)
     if bridge.returncode != 0:
         return f"needs bridge and veth devices in the kernel ({bridge.stderr.strip()})"
     return ""

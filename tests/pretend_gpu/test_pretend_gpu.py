@@ -57,7 +57,9 @@ MASKED = {
 }
 
 
-def of(stage: int, kind: str = "sft", *, groups: dict[str, Any] | None = None, **options: Any):
+def of(
+    stage: int, kind: str, *, groups: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
     """A task at a stage of ZeRO, with further groups."""
     return {"zero": {"stage": stage}, "task": {"kind": kind, "options": options}, **(groups or {})}
 
