@@ -91,8 +91,8 @@ def words(report: Report, seed: int, begun: float) -> str:
         f"All {report.equal_losses:,} logged losses and gradient norms and the hash of the final "
         "weights equal the undisturbed run's, bit for bit."
         if report.equal_losses
-        else "Every prompt of every epoch was trained once, with the samples that are recorded, "
-        "and steps that were trained again had the same losses."
+        else "Every prompt of every epoch was trained once, with the samples that are recorded; a "
+        "resume draws the samples after its checkpoint anew."
     )
     return (
         f"{time.strftime('%Y-%m-%d', time.localtime(begun))}, commit {commit()}, seed {seed}: "

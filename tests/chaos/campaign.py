@@ -206,7 +206,7 @@ def _check(site: Site, volley: Volley, repeated: int) -> None:
     damage_was_noticed(site)
     committed_checkpoints_are_good(site)
     no_orphan(site)
-    if site.changed:
+    if site.changed and not site.draws_anew:
         raise GaveUp(f"trained again with other losses: steps {site.changed}\n{site.story()}")
     most = sum(kind.most_lost for kind in volley) * site.every + site.may_repeat
     if repeated > most:

@@ -114,7 +114,9 @@ class RolloutSite(Site):
 
 
 class AheadSite(RolloutSite):
-    """The server draws one step ahead."""
+    """The server draws one step ahead, so a resume draws the samples after its checkpoint anew."""
+
+    draws_anew = True
 
     def start_words(self) -> list[str]:
         return [*super().start_words(), "rollout.max_staleness=1"]

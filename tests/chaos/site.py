@@ -33,6 +33,8 @@ class Site(RunFiles):
 
     HANG_S = 20
     """A step takes a tenth of a second, and a host is lost after 12 s of silence."""
+    draws_anew = False
+    """Whether steps after a resume have other samples, and so other losses, than before."""
 
     def __init__(self, directory: Path, *, steps: int, every: int) -> None:
         self.directory = directory
