@@ -6,6 +6,7 @@ import contextlib
 import json
 from pathlib import Path
 
+import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import llmx
@@ -21,6 +22,7 @@ def fill(disk: Path) -> None:
             pass
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # an open file
 def test_a_full_disk_is_3_with_the_path(disk: Path, tmp_path: Path, capfd) -> None:
     run = tracked_run.write_start(disk / "run")
     tracked_run.append(run, tracked_run.lines())

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -176,14 +177,15 @@ def train_tokenizer(config: TokenizerConfig, data: DataConfig, seed: int) -> Tra
     started = time.monotonic()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as name:
-            directory = Path(name)
-            sample = _sampled(config, data, seed, directory)
-            ready = directory / "tokenizer"
+        with (
+            tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as name,
+            closing(TextSample(Path(name), max_bytes=config.max_bytes, seed=seed)) as sample,
+        ):
+            _fill(sample, config, data, seed)
+            ready = Path(name) / "tokenizer"
             tokenizer = _saved(_learned(sample, config, special), config, data, special, ready)
             proof = list(islice(sample, PROOF_TEXTS))
             tokens = _proven(tokenizer, proof, exact=config.kind != "wordpiece")
-            sample.close()
             ready.rename(output)
     except OSError as error:
         raise DataError(
@@ -221,9 +223,8 @@ def _output(config: TokenizerConfig, data: DataConfig) -> Path:
     return output
 
 
-def _sampled(config: TokenizerConfig, data: DataConfig, seed: int, directory: Path) -> TextSample:
+def _fill(sample: TextSample, config: TokenizerConfig, data: DataConfig, seed: int) -> None:
     source = DatasetSplit(data, seed, "train")
-    sample = TextSample(directory, max_bytes=config.max_bytes, seed=seed)
     title, size = f"Reading {data.name or source.path}", source.total_bytes
     with PreparationProgress(title, total_bytes=size, meter=source.meter) as progress:
         for text in texts_of(source.rows()):
@@ -233,7 +234,6 @@ def _sampled(config: TokenizerConfig, data: DataConfig, seed: int, directory: Pa
         raise DataError(f"{source.path}: there is no text in it. Check data.path and the columns.")
     room = config.max_memory_gib * 2**30 - BASE_BYTES
     sample.fit_words(int(room / BYTES_A_WORD_BYTE))
-    return sample
 
 
 def _special_tokens(template: str, kind: str) -> list[str]:
