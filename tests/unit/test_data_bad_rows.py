@@ -93,6 +93,7 @@ def test_a_damaged_file(tmp_path: Path, name: str, content: bytes, rows, reason:
     [
         ("a.jsonl", b"3\n" + row(prompt="q", response=1), "not an object .1., .* .1... The first:"),
         ("a.jsonl", b"", r"a\.jsonl: there is no row in it"),
+        ("a.json", b"[]", r"a\.json: there is no row in it"),
         ("a.json", b'[{"prompt": "q", ]', r"no row of it can be used; 1 row rej.*column 18: not J"),
         ("a.json", b'[{"prompt": "q" "response": "a"}]', "not JSON .Expecting ',' delimiter"),
         ("a.json", b'["a", "b"]', "2 rows rejected .* row 1: a is not an object"),

@@ -37,11 +37,14 @@ def test_steps_are_the_epochs_cut_into_batches(num_samples, global_batch, seed, 
         assert sorted(epoch.tolist()) == list(range(num_samples))
 
 
-@pytest.mark.parametrize("sizes", [((3,), (1, 2, 1)), ((1, 4), (2, 2), (4,)), ((2,), (2,))])
+EQUAL = ((2, 2, 2), (0, 0, 0), (3, 3, 3), (1, 1, 1))
+
+
+@pytest.mark.parametrize("sizes", [((3,), (1, 2, 1)), ((1, 4), (2, 2), (4,)), EQUAL])
 @pytest.mark.parametrize("missing", [0, 1, 5, 40])
-def test_every_unequal_split_covers_the_step_once_in_order(sizes: tuple, missing: int):
-    whole = sum(map(sum, sizes))
-    batch = BatchPlan(whole, max(map(len, sizes)), tuple(map(max, sizes)), 8, sizes)
+def test_every_split_covers_the_step_once_in_order(sizes: tuple, missing: int):
+    whole, unequal = sum(map(sum, sizes)), () if sizes == EQUAL else sizes
+    batch = BatchPlan(whole, max(map(len, sizes)), tuple(map(max, sizes)), 8, unequal)
     samples = max(0, whole - missing)
     parts = {
         (micro_step, rank): batch.places(rank, micro_step, samples=samples)
@@ -88,7 +91,7 @@ TWO = sample(([5, 6, 7], [0, 1, 1]), ([8, 9], [0, 1]))
 ONE = sample(([4_000_000_000, 2], [0, 1]))
 
 
-def test_packed():
+def test_packed_lines_and_padded_ones():
     batch = collate([TWO, ONE], seq_len=512, pad_id=2, layout="packed")
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 2, 2, 2], [4_000_000_000] + [2] * 7]
     # Padding has the id of the EOS token; the EOS token is learned all the same.
@@ -99,6 +102,9 @@ def test_packed():
     types = {name: tensor.dtype for name, tensor in batch.items()}
     assert types.pop("segment_ids") == torch.int32
     assert set(types.values()) == {torch.int64}
+    padded = collate([TWO, ONE], seq_len=512, pad_id=0, layout="padded", pad_to=1)
+    assert padded["input_ids"].tolist() == [[5, 6, 7], [8, 9, 0], [4_000_000_000, 2, 0]]
+    assert padded["segment_ids"].tolist() == [[1, 1, 1], [1, 1, 0], [1, 1, 0]]
 
 
 def test_length():

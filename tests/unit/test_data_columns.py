@@ -45,9 +45,12 @@ def part(directory: Path, rows: Iterable[Any], name: str = "rows.jsonl", **optio
         ({**ASKED, "label": 3}, r"labels the row.*data\.form=labelled data\.data_map\.label=label"),
         ({**CHAT, "desirable": "maybe"}, '"desirable" is maybe: it labels the row'),
         ({**ASKED, "chosen": "b"}, r"data\.form=preference data\.columns\.chosen=chosen"),
+        ({**CHAT, "chosen_response": "b"}, r"data\.columns\.chosen=chosen_response"),
+        ({**DOCUMENT, "audio": "a.wav"}, "only text is trained"),
         ({**CHAT, "images": ["a.png"]}, '"images" is .*only text is trained'),
         ({**ASKED, "prompt": "<image>what?", "img_path": "a.png"}, "only text is trained"),
         ({**CHAT, "weight": 0.5}, "weights or masks the loss"),
+        ({**PAIR, "sample_weight": 2}, "weights or masks the loss"),
         ({**ASKED, "score": 0.2}, r"Filter the rows by it.*data\.ignore_columns=\[score\]"),
         ({**ASKED, "rejected_response": "b"}, r"data\.columns\.rejected=rejected_response"),
         ({**TASK, "context": "c"}, r"data\.columns\.input=context"),  # Dolly
@@ -82,6 +85,7 @@ WEIGHTED = [{**USER, "weight": 0}, {**BOT, "weight": 1, "loss": True, "note": "x
     [
         ({"prompt": "q", "completion": "a", "label": True}, ["label"]),
         ({**TASK, "desirable": 1, "correct": "A"}, ["correct", "desirable"]),
+        ({**ASKED, "chosen": True}, ["chosen"]),
         ({**CHAT, "tools": "null "}, []),
         ({**CHAT, "images": [], "videos": None, "audio": ""}, []),
         ({**CHAT, "weight": 1.0, "id": 7, "source": "s"}, ["id", "source", "weight"]),

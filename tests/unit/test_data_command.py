@@ -241,3 +241,9 @@ def test_the_script_makes_the_bundled_bytes(tmp_path: Path):
         for place in (tmp_path, DEMO_DIRECTORY)
     )
     assert made == bundled
+    asked, asked_later = (
+        {row["prompt"].lower() for row in read(f"{DEMO_DIRECTORY}/{name}.jsonl")}
+        for name in ("train", "eval")
+    )
+    assert asked_later
+    assert not asked & asked_later, "what is evaluated is new"

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import unicodedata
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -229,6 +230,13 @@ def test_other_ids_on_the_users_data_are_never_used(monkeypatch: pytest.MonkeyPa
     encoder.choose(CORPUS)
     assert encoder.description == "tokenizers (tiktoken gave other ids on this data)"
     assert [ids.tolist() for ids in encoder.ids(CORPUS)] == plain_ids(tokenizer_of("gpt2"), CORPUS)
+
+
+def test_threads_encode_at_the_same_time():
+    texts = [f"{number} " * (50 - number) for number in range(50)]
+    with ThreadPoolExecutor(4) as pool:
+        found = [ids.tolist() for (ids,) in pool.map(encoder_of("gpt2").ids, [[t] for t in texts])]
+    assert found == plain_ids(tokenizer_of("gpt2"), texts)
 
 
 def test_as_many_cores_as_are_wanted_and_there(capsys: pytest.CaptureFixture[str]):

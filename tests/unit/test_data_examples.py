@@ -257,6 +257,10 @@ def test_which_end_may_go_is_said_by_the_task_and_what_fits_is_left_alone():
     assert [len(x) for x in cut(answer(1, 9), answer(1, 3), by="end", limit=10)[0]] == [6, 4]
     mixed = cut(answer(1, 9), answer(1, 3), by=("none", "end"), limit=12)[0]
     assert [len(x) for x in mixed] == [10, 2]
+    three = (answer(1, 9), answer(1, 9), answer(1, 3))
+    ends = ([[7, 8, 9], [7, 8, 9], [1, 2, 3]], [1, 15])
+    assert cut(*three, by="start", limit=10) == ends
+    assert cut(*three, by="end", limit=2)[0] is None, "a token of each stays"
     assert cut(one, limit=10, over_long="drop") == (None, {"too long": 1})
     with pytest.raises(DataError, match=r"14 tokens in 2 sequences, data\.seq_len is 10"):
         cut(answer(1, 9), answer(1, 3), limit=10, over_long="error")
@@ -291,6 +295,7 @@ def test_the_prompt_is_cut_between_characters(side: str):
         (row,) = RENDERER.conversations([found])
         assert limit - 12 < len(row.tokens) <= limit, "no more is cut than there must be"
         assert learned(CHATTY, row) == ["好评<|im_end|>"]
+    assert shortened(labelled("q", "label " * 10), 30, side) is None
 
 
 def test_the_oldest_turns_go_first():

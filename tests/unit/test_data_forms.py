@@ -170,6 +170,7 @@ def test_text_is_one_column_or_a_title_and_a_content():
         ([["q", "a"]], ["q", "a", "Q", "bad"]),
         (["q", "a"], ["q", "a", "Q", "bad"]),
         (None, ["Q", "bad"]),
+        ([], ["Q", "bad"]),
     ],
 )
 def test_labelled_rows(context: object, expected: list[str]):

@@ -149,10 +149,15 @@ def test_the_summary_says_what_is_not_as_in_the_row(tmp_path: Path):
 
 def test_a_store_of_other_options_is_never_used(tmp_path: Path):
     place = prepare(of_pairs(tmp_path, numbered(20)), TOKENIZER).path
-    changed = of_pairs(tmp_path, numbered(20), seq_len=48)
-    place.rename(store_path(changed))
-    with pytest.raises(DataError, match=r"prepared differently: seq_len 32 there, 48 wanted\."):
-        prepare(changed, TOKENIZER)
+    for changes, other, difference in (
+        ({"seq_len": 48}, TOKENIZER, r"seq_len 32 there, 48 wanted\."),
+        ({"template": "human_assistant"}, TOKENIZER, r"template \{% .* there, \{% .* wanted\."),
+        ({}, row_tokenizer("<|more|>"), r"tokenizer \w{64} there, \w{64} wanted\."),
+    ):
+        changed = of_pairs(tmp_path, numbered(20), **changes)
+        place = place.rename(store_path(changed, other))
+        with pytest.raises(DataError, match=f"prepared differently: {difference}"):
+            prepare(changed, other)
 
 
 def _prepare_until_killed(exp: Experiment) -> None:

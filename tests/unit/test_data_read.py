@@ -66,6 +66,7 @@ def test_tsv_has_no_quoting(tmp_path: Path):
         ("a.jsonl", '{"text": "\u6625\u5929"}'.encode("gb18030"), "iconv -f GB18030 -t UTF-8"),
         ("a.json", '[{"text": "a"}]'.encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
         ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], "damaged or cut off"),
+        ("a.jsonl.gz", LINES, "damaged or cut off"),
         ("a.jsonl.zst", zstd(LINES)[:-3], "damaged or cut off"),
         ("a.jsonl.xz", b"", r"\.xz files are not read\. Unpack it first: `unxz -k .*a\.jsonl\.xz"),
         ("a b.zip", b"", r"\.zip files are not read\. Unpack it first: `unzip '.*/a b\.zip'`"),
@@ -137,6 +138,7 @@ def test_files_of_a_path(tmp_path: Path):
             {"split": "train_b"},
             [1],
         ),
+        (["dev.jsonl", "more.jsonl"], {}, [0, 1]),
     ],
 )
 def test_one_split_of_a_directory(tmp_path: Path, files: list[str], options: Any, read: list[int]):

@@ -45,6 +45,7 @@ def test_no_rule_refuses_what_its_own_fix_reads(rule) -> None:
     [["task.steps=5", "task.epochs=2"], ["adapter=lora", "adapter.lr=1e-4", "optim.lr=1e-5"],
      ["zero=stage2", "zero.prefetch_bucket_size=100"], ["optim=sgd", "optim.betas=[0.9, 0.9]"],
      ["tracking=none", "tracking.project=mine"], ["sweep.slots_per_trial=1"],
+     ["optim.muon_lr=0.02"],
      ["adapter=lora", "adapter.double_quant=false"], ["data=demo", "data.eval_fraction=0.1"]],
 )  # fmt: skip
 def test_a_word_that_nothing_reads_is_refused(words) -> None:
