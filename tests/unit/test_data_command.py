@@ -78,11 +78,16 @@ def test_prepares_and_says_what_became_of_the_rows(here: Path, capfd: pytest.Cap
     assert not list(here.rglob("plan.json"))
 
 
-def test_unknown_words_are_errors():
+def test_unknown_words_and_values_are_errors(here: Path, capsys: pytest.CaptureFixture[str]):
     words = parse("data", ["preview=3", "data.seq_len=4", "split=eval"])
     assert (words.own, words.overrides) == ({"preview": "3", "split": "eval"}, ("data.seq_len=4",))
     with pytest.raises(ConfigError, match=r'prevew: no such key. Did you mean "preview"'):
         parse("data", ["prevew=3"])
+    for word in ("preview=many", "split=test", "preview=" + "9" * 5000):
+        assert data(word) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"llmx: {shown(word)}"[:50])
+        assert error.count("\n") == 1
 
 
 def test_preview_shows_every_token_once():
@@ -221,11 +226,6 @@ def test_values_are_checked(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     ):
         with pytest.raises(ConfigError, match=problem):
             Options.of(words)
-    for word in ("preview=many", "split=test", "preview=" + "9" * 5000):
-        assert data(word) == 2
-        error = capsys.readouterr().err
-        assert error.startswith(f"llmx: {shown(word)}"[:50])
-        assert error.count("\n") == 1
     assert data("near=0.8", "preview=2") == 2
     assert "preview shows prepared data, and near prepares none" in capsys.readouterr().err
 
