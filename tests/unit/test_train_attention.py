@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from llmx.data import collate
@@ -183,9 +184,11 @@ def test_both_functions_are_attention_of_each_row(kernel, window, key_heads, val
 
 
 @pytest.mark.parametrize("name", [VARLEN, SEGMENTS])
-@pytest.mark.parametrize("model", ["mistral", "deepseek_v3", "gemma3_text"])
+@pytest.mark.parametrize("model", ["mistral", "deepseek_v3", "gemma3_text", "gpt2"])
 def test_models_are_isolated_by_both(kernel: None, name: str, model: str) -> None:
-    found = find_methods(full_config(model), implementations=[name], layouts=["packed"])
+    config = full_config(model)
+    config.attn_pdrop = 0.0  # of GPT-2
+    found = find_methods(config, implementations=[name], layouts=["packed"])
     assert found.packed is not None, found.why_not_packed
     assert found.packed.implementation == name
 
@@ -207,6 +210,27 @@ def test_without_the_rows_it_refuses_instead_of_mixing_them(function: Any) -> No
         function(torch.nn.Module(), q, q, q, None)
     with pytest.raises(Unsupported, match="mask of its own"):
         function(torch.nn.Module(), q, q, q, mask, segment_bounds=rows)
+
+
+def test_no_layer_looks_at_a_tensor_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a forward in ``llmx_varlen``, nothing reads a value back: no wait for a GPU."""
+    varlen.register()
+    # The real kernel reads cu_seq_lens on the device; the reference would read it here.
+    monkeypatch.setattr(varlen, "varlen_kernel", lambda query, key, value, **_: query * 1.0)
+    called: set[Any] = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            called.add(function.overloadpacket)
+            return function(*args, **(kwargs or {}))
+
+    model = AutoModelForCausalLM.from_config(small_config("llama"), attn_implementation=VARLEN)
+    _, inputs, _ = inputs_of(sample(5, 9), sample(7), method=VARLEN)
+    with Watch():
+        model(**inputs, use_cache=False)
+    aten = torch.ops.aten
+    assert aten.mm in called
+    assert not called & {aten._local_scalar_dense, aten.nonzero, aten.equal}
 
 
 def test_a_torch_whose_kernel_has_no_window_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

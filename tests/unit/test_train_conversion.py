@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmx.checkpoint.export import model as exporting
+from llmx.cli.export import export
 from llmx.config import ModelConfig
 from llmx.errors import ConfigError
 from llmx.models.factory import _empty_model
 from llmx.models.load import Checkpoint, load_weights
+from llmx.run.rundir import RunDir
 from tests.small_models import CONVERTED, converted_model, same_weights, small_model
+from tests.unit.test_checkpoint_export import save_model
 
 FILE = "model.safetensors"
 Tensors = dict[str, torch.Tensor]
@@ -119,6 +123,13 @@ def test_what_differs_from_the_model_is_refused_by_name(change, message, tmp_pat
         loaded(tmp_path)
 
 
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    model = small_model("llama")
+    model.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ConfigError, match=r"quantized weights \(fp8\).*in bf16"):
+        load_weights(model, ModelConfig(path=str(tmp_path), init="pretrained"))
+
+
 def test_two_values_for_one_tied_weight_are_refused(tmp_path: Path) -> None:
     tied, embedding = small_model("llama", tie_word_embeddings=True), "model.embed_tokens.weight"
     saved(tmp_path, tied, lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
@@ -130,3 +141,19 @@ def test_two_values_for_one_tied_weight_are_refused(tmp_path: Path) -> None:
     model = loaded(tmp_path)  # under its other name
     assert model.model.embed_tokens.weight is model.lm_head.weight
     same_weights(model, tied)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3", "gpt_neox"])
+def test_a_checkpoint_is_exported_as_the_hub_has_it(kind: str, memory: Path) -> None:
+    """``python -m llmx export``, without an engine."""
+    run, model = RunDir(memory / "run"), converted_model(kind, vocab_size=64)
+    save_model(run, model, 12, precision="fp32")
+    directory = export(run, dtype="fp32", shard_bytes=40_000)
+    model.save_pretrained(memory / "reference")
+    files = load_file(memory / "reference" / FILE)
+    index = json.loads((directory / f"{FILE}.index.json").read_text())
+    assert index["weight_map"].keys() == files.keys()
+    for name, shard in index["weight_map"].items():
+        tensor = load_file(directory / shard)[name]
+        assert torch.equal(tensor, files[name][: len(tensor)]), name
+    same_weights(loaded(directory), AutoModelForCausalLM.from_pretrained(directory))

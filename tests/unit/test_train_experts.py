@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -107,7 +108,10 @@ def test_the_load_of_experts_is_what_the_routers_chose(kind: str, group: None) -
     routing, chosen = Routing(model), []
     for module, _ in routing.routers:
         module.register_forward_hook(lambda m, i, output: chosen.append(output[-1]))
-    run(model, routing, [(11,), (3, 4)])
+    with mock.patch("llmx.models.experts.to_device", side_effect=lambda one, _: one) as copies:
+        run(model, routing, [(11,), (3, 4)])
+    # From page-locked memory: any other copy waits for all that the GPU has been given to do.
+    assert [call.args[0].shape for call in copies.call_args_list] == [(2 * 16,), (2,)]
     assert routing.auxiliary_sum is None
     if routing.load is None and kind == "deepseek_v3":
         pytest.skip("routers of this version of transformers do not say what they chose")
@@ -123,7 +127,7 @@ def test_the_load_of_experts_is_what_the_routers_chose(kind: str, group: None) -
     assert "aux_loss" not in measured
 
 
-def test_a_dense_model_has_nothing_to_route() -> None:
+def test_a_dense_model_alone_has_nothing_to_route() -> None:
     model, loss = small_model("llama"), torch.ones(())
     routing = Routing(model)
     assert routing.routers == []

@@ -25,18 +25,19 @@ def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return TokenLoss().summed(*target_log_probabilities(logits, targets), weights=None)
 
 
-def test_two_losses_may_share_their_logits_which_may_be_huge() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_losses_may_share_their_logits_which_may_be_huge(dtype: torch.dtype) -> None:
     """The backward pass of the first leaves them as they are."""
     huge = torch.tensor([[3e4, -3e4, 0.0]], requires_grad=True)
     total = summed_loss(huge, torch.tensor([1]))
     total.backward()
     assert (total.item(), huge.grad.tolist()) == (6e4, [[1.0, -1.0, 0.0]])
     head, targets = torch.randn(3, 9).requires_grad_(), torch.tensor([0, 8, 3])
-    logits = head.bfloat16() * 1
+    logits = head.to(dtype) * 1
     (summed_loss(logits, targets) + 2 * summed_loss(logits, targets)).backward()
     found = head.grad.clone()
     head.grad = None
-    (3 * summed_loss(head.bfloat16(), targets)).backward()
+    (3 * summed_loss(head.to(dtype), targets)).backward()
     torch.testing.assert_close(found, head.grad, rtol=2e-2, atol=1e-6)
 
 
@@ -60,6 +61,8 @@ def test_the_head_and_the_loss_at_some_positions_are_those_of_the_whole_logits(k
     logits = model(**INPUTS).logits
     with head_at(model, rows, columns):
         part = model(**INPUTS).logits
+    with pytest.raises(TypeError, match="no output embedding"):
+        head_at(model.base_model, rows, columns).__enter__()
     assert part.shape == (1, 3, model.config.vocab_size)
     torch.testing.assert_close(part[0], logits[rows, columns], rtol=1e-5, atol=1e-6)
     assert torch.equal(model(**INPUTS).logits, logits)
@@ -96,7 +99,6 @@ def test_without_gradients_none_are_computed() -> None:
     ],
 )
 def test_what_happens_after_the_head_is_seen(kind: str, config: dict[str, object]) -> None:
-
     shape = {**TINY_LLAMA, "vocab_size": 64, "pad_token_id": None}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**shape, **config}))
     assert "changes the logits" in str(loss_module.fused_loss_problem(model, INPUTS, IDS))

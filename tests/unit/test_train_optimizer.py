@@ -7,6 +7,7 @@ import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from llmx.config import Experiment, OptimConfig, experiment_from_dict
 from llmx.errors import ConfigError
 from llmx.models.adapter import add_adapter
 from llmx.train.engine import muon
+from llmx.train.engine import optimizer as module
 from llmx.train.engine.muon import MOMENTUM, Muon, hidden_matrices, orthogonal
 from llmx.train.engine.optimizer import LR_SCALE, build_optimizer, lr_scales, parameter_groups
 from tests.small_models import converted_model, small_model
@@ -57,6 +59,12 @@ def moved(optim: OptimConfig, *shape: int, steps: int, **options: Any) -> tuple[
         optimizer.step()
     steps_of = [p.detach() - at for p, at in zip(model.parameters(), first, strict=True)]
     return model, optimizer, steps_of
+
+
+def test_the_fused_one_takes_the_same_steps() -> None:
+    plain, fused = (moved(OPTIM, 37, 61, steps=20, offloaded=is_)[0] for is_ in (False, True))
+    for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(other, one, rtol=2e-5, atol=2e-6)
 
 
 def test_eight_bits_follow_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +251,10 @@ def test_patterns_multiply_and_an_adapter_keeps_its_own_rate() -> None:
         dtype=torch.float32, head="causal_lm",
     )  # fmt: skip
     count = network.config.num_hidden_layers
-    found = factors(network, exp)
+    # It is looked through once, not for each parameter: with 80 layers that took 10 s.
+    with mock.patch.object(module, "LayerDecay", wraps=module.LayerDecay) as looks:
+        found = factors(network, exp)
+    assert looks.call_count == 1
     first = "model.layers.0.{}.lora_A.default.weight"
     assert found[first.format("self_attn.q_proj")] == 0.5**count
     assert found[first.format("mlp.down_proj")] == 3 * 0.5**count
