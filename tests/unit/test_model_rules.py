@@ -34,6 +34,8 @@ LLAMA = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
         ("llama", {"hidden_size": True}, "hidden_size=true: must be a whole number"),
         ("llama", {"hidden_size": None}, "hidden_size=null: must be a whole number"),
         ("llama", {"num_attention_heads": 0}, "num_attention_heads=0: must be"),
+        ("llama", {"vocab_size": 0}, "vocab_size=0"),
+        ("llama", {"intermediate_size": -1}, "intermediate_size=-1"),
         ("llama", {"rms_norm_eps": -1}, "rms_norm_eps=-1: must be a number above 0 and at most 1"),
         ("llama", {"attention_dropout": 1}, "must be a number from 0 to below 1"),
         ("llama", {"tie_word_embeddings": "yes"}, "must be true or false"),
@@ -105,6 +107,7 @@ def test_the_tables_are_those_of_the_library(kind: str) -> None:
         ("BertForMaskedLM", "backbone", ""),
         ("GPT2LMHeadModel", "causal_lm", ""),
         ("BertForPreTraining", "masked_lm", ""),
+        ("", "causal_lm", ""),
     ],
 )
 def test_weights_that_end_in_another_head(named: str, head: str, words: str) -> None:

@@ -147,7 +147,7 @@ def test_the_order_is_the_same_whatever_is_computed_again(kind: str, adapted: bo
             device=torch.device("cpu"),
         )
         orders.append(gradient_order(other, partial(other.eval(), **inputs, use_cache=False)))
-    assert orders[1:] == orders[:-1]
+    assert orders == ([] if kind == "bert" else [wanted] * 2)
 
 
 class Small(torch.nn.Module):
@@ -257,5 +257,7 @@ def test_compiled_blocks_compute_no_matrix_product_again(how: str, products: lis
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
     compile_blocks(model, backend=backend)
-    gradients(model)
+    plain = model_of("llama", "none", num_hidden_layers=9)
+    for one, other in zip(gradients(model), gradients(plain), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
     assert counts == products

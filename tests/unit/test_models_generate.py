@@ -131,11 +131,13 @@ def test_padding_of_the_vocabulary_is_never_drawn() -> None:
     assert all(token < size for one in found for token in one)
     again = [one[0] for one, old in zip(found, first, strict=True) if old < size]
     assert again == [old for old in first if old < size]
-    hot = Sampling(max_new_tokens=30, temperature=100)
+    hot = Sampling(max_new_tokens=30, temperature=100, stop_ids=frozenset({3, 4}))
     told: dict[int, list[int]] = {n: [] for n in range(6)}
     drawn = generate(
-        cut, prompts(), hot, seeds=range(6), on_token=lambda at, token: told[at].append(token)
-    )
+        cut, prompts(), hot, seeds=range(6), batch_size=4,
+        on_token=lambda at, token: told[at].append(token),
+    )  # fmt: skip
+    assert {len(one.tokens) == 30 for one in drawn} == {False, True}
     assert all(token < size for one in drawn for token in one.tokens)
     assert [tuple(told[n]) for n in range(6)] == [one.tokens for one in drawn], "told as drawn"
 

@@ -87,11 +87,16 @@ def plain_log_probabilities(network: torch.nn.Module, sequence: list[int]) -> to
     return logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_log_probabilities_of_sequences(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "attention"), [("packed", "sdpa"), ("packed", "eager"), ("padded", "sdpa")]
+)
+def test_log_probabilities_of_sequences(layout: str, attention: str) -> None:
     """Values, sums and the gradient are those of each sequence alone."""
     network = causal_lm()
-    found = model_of(network, layout).log_probabilities(batch_of(layout))
+    network.set_attn_implementation(attention)
+    isolation = "mask" if layout == "packed" else "position_ids"
+    model = model_of(network, layout, method=AttentionMethod(attention, isolation, layout))
+    found = model.log_probabilities(batch_of(layout))
     wanted = [plain_log_probabilities(network, one) for one in SEQUENCES]
     assert found.num_sequences == 4
     torch.testing.assert_close(found.values, torch.cat(wanted))

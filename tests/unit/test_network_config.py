@@ -120,6 +120,12 @@ def test_a_file_of_transformers_5_takes_the_old_names(tmp_path: Path) -> None:
         assert (problems, config.rope_parameters) == ([], rope)
 
 
+def test_a_value_that_only_a_property_of_the_config_reads(tmp_path: Path) -> None:
+    CONFIG_MAPPING["modernbert"](num_hidden_layers=3).save_pretrained(tmp_path)
+    config, problems = read_config(ModelConfig(path=str(tmp_path), config={"local_attention": 8}))
+    assert (problems, config.sliding_window) == ([], 4)
+
+
 @pytest.mark.parametrize(
     ("name", "typed", "reason"),
     [

@@ -77,6 +77,7 @@ def test_ranks_share_a_step_without_gap_or_overlap(store, micro, accumulation, l
         for at in (number, number + 1)
     )  # fmt: skip
     assert seeds == one
+    assert len(set(seeds)) == len(seeds)
     assert not set(seeds) & set(later)
     plain = make_step(store, number, batch=whole, rank=0, **known)
     assert "draw_seeds" not in plain.micro_batches[0]

@@ -66,6 +66,7 @@ BF16 = ("hardware=a100x8", "precision=bf16")
     [
         # torch says that a V100 supports bf16, which it emulates.
         (MIXED, V100, {}, 3, 1),
+        (BF16, A100, {"visible": 8}, 1, 1),
         (BF16, V100, {"visible": 8}, 1, "Tesla V100-SXM2-32GB of node-b has compute cap"),
         # Before a kernel is started: "no kernel image is available" says nothing of the fix.
         (MIXED, V100, {"cuda": "13.0", "driver": "580.1", "arch_list": ("sm_75", "sm_80")}, 2,

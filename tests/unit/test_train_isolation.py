@@ -56,6 +56,9 @@ def test_packed_equals_alone_or_packing_is_off(name: str) -> None:
     method = found.packed or found.padded
     if method is not None:  # what was switched to is what a model can be built with
         AutoModelForCausalLM.from_config(small, attn_implementation=method.implementation)
+    if name in ("mistral", "llama4_text"):  # a mask of ours would replace the window
+        assert found.packed is not None
+        assert found.packed.isolation == "position_ids"
     if name in PADDED:
         assert found.packed is None
         assert found.padded is not None
@@ -231,10 +234,11 @@ def test_what_computes_the_same_is_used(install: Any, capsys: pytest.CaptureFixt
     rotate = modeling_llama.rotate_half
     assert liger_problem(LLAMA, **CPU) is None
     assert modeling_llama.rotate_half is rotate, "the trial leaves the modelling file as it was"
-    wanted, unasked = (replace(ModelConfig(), liger_kernel=is_) for is_ in (True, None))
+    wanted, unasked, off = (replace(ModelConfig(), liger_kernel=is_) for is_ in (True, None, False))
     assert wants_liger(wanted, LLAMA, **CPU)
     assert "Liger-Kernel computes norms" in capsys.readouterr().out
     assert not wants_liger(unasked, LLAMA, **CPU), "a CPU does without"
+    assert not wants_liger(off, LLAMA, **CPU)
     other = AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=2, vocab_size=128)
     assert liger_problem(other, **CPU) == "it has no kernels for the architecture gpt2"
     model = small_model("llama")

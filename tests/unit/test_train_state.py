@@ -200,6 +200,7 @@ def test_shares_are_equal_and_cover_everything_once(sizes: list[int], world: int
     ]
     assert covered == [(f"p{n}", k) for n, size in enumerate(sizes) for k in range(size)]
     empty, index = UntrainedPiece("mask", 0, torch.zeros(0)), FragmentIndex([])
+    assert share([empty], rank=0, world=1) == []
     _fill(empty.values, index, BUFFER, empty)  # it lies in no file, and is restored from none
     index.close()
 

@@ -124,10 +124,13 @@ def test_threads_are_the_share_of_the_cores_of_this_host(
     assert found["OMP_NUM_THREADS"] == threads
 
 
-def test_an_allocator_that_was_chosen_stays() -> None:
-    environment = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
-    choose_allocator(environment)
-    assert environment == {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+def test_segments_of_the_allocator_are_expandable_unless_another_was_chosen() -> None:
+    chosen = ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "a:b"})
+    ours = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for given, wanted in (({}, ours), *((one, one) for one in chosen)):
+        environment = dict(given)
+        choose_allocator(environment)
+        assert environment == wanted
 
 
 class Rank:
@@ -278,8 +281,13 @@ def test_status_file_has_the_keys_of_the_contract_from_the_first_moment(tmp_path
         raise ConfigError("data.seq_len=9 is over 8")
     except ConfigError as error:
         status.fail(error)
-    status.enter("interrupted")  # a final state is never left
-    status.fail(RuntimeError("too late"))
+    ended = RankStatus(run, rank=8)
+    ended.enter("finished")
+    for final in (status, ended):  # a final state is never left
+        final.enter("interrupted")
+        final.fail(RuntimeError("too late"))
+    found = read_json(run.rank_status(8))
+    assert (found["state"], found["error"]) == ("finished", None)
     assert read_json(path)["state"] == "failed"
     found = read_json(path)["error"]
     assert found["type"] == "ConfigError"
