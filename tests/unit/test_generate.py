@@ -155,6 +155,7 @@ def test_an_option_of_sampling_alone_means_temperature_1() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (["--temprature=0.7"], 'Did you mean "--temperature"?'),
         (["--temperature=hot"], "--temperature: hot is not a number from 0 to 100"),
         (["--temperature=0.001"], "temperature=0.001 must be 0 (greedy), or a number from 0.01"),
         (["--n=two"], "--n: two is not a whole number from 1 to 10000"),

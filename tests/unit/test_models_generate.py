@@ -179,7 +179,7 @@ def test_ranks_share_the_prompts_evenly() -> None:
     assert shares(samples[:5], world=2) == [[0, 2], [4, 1, 3]]
 
 
-@pytest.mark.parametrize("name", ["mamba2", "roberta", "bart", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mamba2", "roberta", "bart", "bloom", "gpt_oss"])
 def test_models_that_are_fed_otherwise_complete_as_their_plain_forward(name: str) -> None:
     """Padded layouts, masks by kind of layer, no positions; with and without a cache."""
     config = small_config(name)

@@ -42,6 +42,7 @@ def plan_of(*overrides: str) -> Plan:
         (8, 8, 8, 5, 5),
         (8, 8, 4, 3, 3),  # more GPUs than ranks
         (1, 8, 8, 5, 0),  # bound: --gpus-per-task
+        (1, None, 4, 3, 0),
         (1, 8, 1, 0, 0),
         *((*few, None) for few in ((2, 8, 4, 3), (2, 8, 4, 0), (1, 1, 2, 1))),
         (0, 0, 1, 0, None),

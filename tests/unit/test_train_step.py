@@ -108,6 +108,7 @@ def on_rank(rank: int, place: Path, kind: str, micro: tuple[int, ...], accumulat
         ("bert", (3,), 4),
         ("llama", (2, 1), 4),  # an empty end
         ("bert", (1, 2, 2), 3),
+        ("llama", (5, 5), 1),
     ],
 )
 def test_the_gradient_is_that_of_the_whole_step(kind, micro, accumulation, tmp_path) -> None:

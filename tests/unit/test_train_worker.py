@@ -81,7 +81,7 @@ def test_the_number_of_ranks_must_be_the_planned_one() -> None:
         (0, {"LLMX_INTERFACES": "eth0,ib0"}, "eth0", "eth0"),
         (2, {"LLMX_INTERFACES": "eth0,ib0"}, "ib0", "ib0"),
         (2, {"LLMX_INTERFACES": "eth0,ib0", "GLOO_SOCKET_IFNAME": "mine"}, "mine", "ib0"),
-        (2, {"LLMX_INTERFACES": "eth0,"}, None, None),
+        *((2, {"LLMX_INTERFACES": absent}, None, None) for absent in ("", "eth0", "eth0,")),
     ],
 )
 def test_each_host_takes_its_own_interface(rank, given, gloo, nccl) -> None:
