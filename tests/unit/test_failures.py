@@ -36,7 +36,8 @@ from llmx.launch.supervision.outcome import Evidence
 from llmx.plan import make_plan
 from llmx.plan.types import Plan
 from llmx.redact import redact
-from llmx.run.rundir import RunDir, write_json
+from llmx.run.rundir import RunDir, read_json, write_json
+from llmx.train.status import RankStatus
 from tests import tracked_run
 from tests.launches import experiment
 
@@ -188,6 +189,8 @@ NCCL = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, unh
         ("ssh: connect to host 10.0.0.2 port 2202: Connection refused", "ssh_refused", "10.0.0.2 port 2202"),
         # What is like a known failure in one word only.
         ("OSError: [Errno 11] Resource temporarily unavailable", "", "OSError"),
+        (f"[INFO|2026-01-05 10:00:00] llamafactory.hparams.parser:143 >> Set `ddp_find_unused_parameters` to False in DDP training since LoRA is enabled.\n[rank0]: {TRACEBACK}[rank0]: {OOM}", "cuda_oom", OOM),
+        (f"[rank1]: {TRACEBACK}[rank1]: ZeroDivisionError: division by zero\n[rank0]: {TRACEBACK}[rank0]: RuntimeError: Connection reset by peer", "", "ZeroDivisionError"),
         ("RuntimeError: torch.cat(): expected a non-empty list of Tensors", "", "RuntimeError"),
         ("FileExistsError: [Errno 17] File exists: 'results/run1'", "", "FileExistsError"),
         ("ImportError: cannot import name 'helper' from 'utils' (/job/utils.py)", "", "ImportError"),
@@ -285,6 +288,23 @@ def test_always_an_answer(kind: str, message: str, log: str, category: str) -> N
     assert found.kind in OUTCOMES
     assert found.cause.strip() or kind.strip() == message.strip() == ""
     assert found.fix or kind in OWN_ERRORS
+
+
+def test_errors_of_communication_through_the_file_of_a_rank(plan: Plan, tmp_path: Path) -> None:
+    """As rank 1 writes it; the other one saw its connection break before, by its clock."""
+    run_dir = RunDir(tmp_path)
+    for message, name in (
+        ("[enforce fail at ../gloo/transport/tcp/device.cc:208] ifa != nullptr. Unable to find address for: eth0", "interface_missing"),
+        ("NCCL error in: ProcessGroupNCCL.cpp:1691, invalid usage, NCCL version 2.19.3\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\nDuplicate GPU detected : rank 0 and rank 1 both on CUDA device 2000", "gpu_twice"),
+    ):  # fmt: skip
+        for rank, text in ((0, "Connection reset by peer"), (1, message)):
+            try:
+                raise RuntimeError(text)
+            except RuntimeError as error:
+                RankStatus(run_dir, rank=rank).fail(error)
+        statuses = {rank: read_json(run_dir.rank_status(rank)) for rank in (0, 1)}
+        outcome = classify(Evidence(statuses=statuses), plan)
+        assert (outcome.name, outcome.rank) == (name, 1)
 
 
 @pytest.mark.parametrize(

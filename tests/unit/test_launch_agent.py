@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from llmx.launch.agents.agent import ProcessTable
 from llmx.launch.agents.connection import AgentError
 from llmx.run.rundir import write_json
 from tests.agents import Rig, is_running, wait_until
@@ -159,22 +160,24 @@ def test_ranks_that_the_agent_starts(rig: Rig) -> None:
 
 def test_what_a_setup_script_exports_wins_but_for_the_config(rig: Rig) -> None:
     """The Python of the ranks stays first in PATH, too."""
-    script = rig.directory / "my setup; false"
+    script = rig.directory / "$(touch canary)'s `setup`; false"
     assert "No such" in rig.handshake(setup=str(script))["setup_error"]
-    for wrong in ("return 3", "export X=$("):
+    for wrong, error in (("return 3", "exit code 3"), ("export X=$(", "exit code")):
         script.write_text(f"{wrong}\n")
-        assert "exit code" in rig.handshake(setup=str(script))["setup_error"]
-    script.write_text("echo welcome\nexport PATH=/opt/x:$PATH A='two $words' FIXED=1\nB=2\n")
+        assert error in rig.handshake(setup=str(script))["setup_error"]
+    script.write_text("echo welcome\nexport PATH=/opt/x:$PATH A='two $words $(id)' FIXED=1\nB=2\n")
     assert rig.handshake(setup=str(script))["setup_error"] == ""
     rig.ask("watch")
     code = "import os; print(*(os.environ.get(n) for n in ('PATH', 'A', 'FIXED', 'B')), sep='|')"
     rig.ask("start", **start_message(code, 0, A="here", FIXED="by config"))
     assert rig.event("rank_exit")["code"] == 0
     log = (rig.directory / "logs/rank-000.log").read_text()
-    assert log == f"/my/bin:/opt/x:{os.environ['PATH']}|two $words|by config|None\n"
+    assert log == f"/my/bin:/opt/x:{os.environ['PATH']}|two $words $(id)|by config|None\n"
 
 
 def test_an_error_comes_back(rig: Rig) -> None:
+    with pytest.raises(ValueError, match="1 characters: at least 7"):
+        ProcessTable("0")  # it would end every process that has `--uid 0`
     with pytest.raises(AgentError, match="No such file.*: '/no/python'"):
         rig.ask("start", **{**start_message("", 0), "argv": ["/no/python"]})
 
@@ -276,6 +279,12 @@ def test_the_handshake_looks_around(rig: Rig) -> None:
     assert "error" in other["python"]
     assert other["sees_run_dir"] is False
     assert other["cannot_write"].startswith("/proc: "), "which takes no file of anybody"
+    addresses = ["127.0.0.1", *(["::1"] if Path("/proc/net/if_inet6").read_text() else [])]
+    found = [rig.ask("network", to=address) for address in addresses]
+    assert [(way["address"], way["interface"]) for way in found] == [(to, "lo") for to in addresses]
+    os.kill(answer["pid"], signal.SIGKILL)
+    with pytest.raises(AgentError):  # at once
+        rig.ask("flush")
 
 
 def test_an_agent_of_an_earlier_attempt_does_not_end_the_next(rig: Rig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import io
 import json
 import os
 import queue
@@ -38,7 +39,9 @@ from llmx.launch.agents.preflight import (
     take_over,
     uses_of_hosts,
 )
+from llmx.launch.agents.shutdown import shut_down
 from llmx.launch.spec import LaunchSpec
+from llmx.launch.supervision.console import Console, RunLog
 from llmx.plan.types import HostPlan
 from llmx.run.rundir import RunDir
 from tests.agents import Rig, wait_until
@@ -74,6 +77,17 @@ def test_only_a_second_stop_cuts_the_grace_short(agent: Rig) -> None:
     assert rank.wait(timeout=5) == 0
 
 
+def test_a_second_request_that_comes_at_once(agent: Rig) -> None:
+    """Ctrl-C twice, before the agents have heard of the first: nobody waits out the grace."""
+    rank = agent.process("signal.signal(signal.SIGUSR1, lambda *_: None)", rank=0)
+    log, began = RunLog(agent.directory / "log", Console(io.StringIO())), time.monotonic()
+    spec = spec_at(agent.directory, "local", 1)
+    shut_down(spec, [agent.connection], log, requests=lambda: 2, grace_s=900, save=True)
+    assert time.monotonic() - began < 300
+    assert rank.wait(timeout=5) == -signal.SIGKILL
+    assert log.path.read_text().endswith(" here: 1 process ended, 1 killed, 0 left\n")
+
+
 def test_a_supervisor_that_dies_while_the_ranks_save_leaves_them_their_time(agent: Rig) -> None:
     rank = agent.process(SLOW_SAVE, rank=0)
     agent.connection.send("stop", grace_s=20, save=True)
@@ -107,8 +121,14 @@ def test_a_host_whose_disk_stands_still_is_not_lost(agent: Rig, tmp_path: Path) 
     assert agent.connection.wait_for(busy, timeout_s=10)["ended"] == 0
 
 
-def test_an_agent_that_nobody_reads_ends_the_run(tmp_path: Path) -> None:
-    """As behind a cut cable: what it writes stays where it is, and the pipe is full soon."""
+@pytest.mark.parametrize(
+    ("orphan_timeout_s", "end"), [(1.0, "unread"), (1.0, "silent"), (0, "dead")]
+)
+def test_an_agent_that_nobody_reads_ends_the_run(
+    orphan_timeout_s: float, end: str, tmp_path: Path
+) -> None:
+    """As behind a cut cable: what it writes stays where it is, and the pipe is full soon. Nobody
+    writes to it, or the supervisor is dead."""
     (tmp_path / "logs").mkdir()
     argv, pipe = [sys.executable, "-I", "-S", str(AGENT)], subprocess.PIPE
     process = subprocess.Popen(argv, stdin=pipe, stdout=pipe)
@@ -118,11 +138,17 @@ def test_an_agent_that_nobody_reads_ends_the_run(tmp_path: Path) -> None:
     try:
         assert process.stdin is not None
         assert process.stdout is not None
-        for word in ({**hello, "orphan_timeout_s": 1.0}, {"cmd": "watch", "stream": True}):
+        for word in (
+            {**hello, "orphan_timeout_s": orphan_timeout_s},
+            {"cmd": "watch", "stream": True},
+        ):
             process.stdin.write(json.dumps(word).encode() + b"\n")
             process.stdin.flush()
             process.stdout.readline()
-        (tmp_path / "logs/rank-000.log").write_bytes(b"x" * 500_000)
+        if end == "dead":
+            process.stdin.close()
+        elif end == "unread":
+            (tmp_path / "logs/rank-000.log").write_bytes(b"x" * 500_000)
         assert rank.wait(timeout=20) == -signal.SIGUSR1
         assert process.wait(timeout=20) == 0
     finally:
@@ -349,7 +375,7 @@ LOST = [("a", "b", "send", "ETIMEDOUT"), ("b", "a", "receive", "ETIMEDOUT")]
         (mesh(("b", "a", "connect", "ETIMEDOUT")), ["b -> a .*rendezvous is open there", ""]),
         (
             mesh(*BLOCKED, hosts="abcdef"),
-            ["a, b, c and 2 more hosts -> f at 10.0.0.6 ", "The host does listen"],
+            ["a, b, c and 2 more hosts -> f at 10.0.0.6 ", "The host does listen there: a fire"],
         ),
         # A wrong MTU is told by what is lost.
         (

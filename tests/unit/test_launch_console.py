@@ -73,7 +73,7 @@ def test_updates_of_private_disks(tmp_path: Path) -> None:
             update(run_dir, "replace", path, data)
         assert json.loads((tmp_path / path).read_text()) == {"state": "x"}
     # A host cannot write anything else.
-    for path in ("../x", "/etc/passwd", "logs/../../x", "config.yaml", "logs/rank-1.log/../x"):
+    for path in ("../x", "/etc/passwd", "logs/../../x", "ds_env", "logs/rank-1.log/../x"):
         with pytest.raises(ValueError, match="not a file that ranks write"):
             update(run_dir, "append", path, b"x")
 

@@ -300,6 +300,16 @@ def test_an_agent_that_does_not_answer_a_probe_is_no_fault_of_the_network(
     assert list(monitor._network) == rig.said.getvalue().splitlines() == problems
 
 
+def test_a_host_that_refuses_again_and_again_is_logged_once(rig: Rig) -> None:
+    connection = rig.connections[0]
+    connection.argv = ["sh", "-c", "echo a word of ssh >&2"]
+    renewal = watch_module.Renewal(rig.spec, connection, rig.log)
+    renewal.start()
+    wait_until(lambda: connection.log.read_text().count("word") > 2)
+    renewal.end()
+    assert rig.logged() == ["node-a: cannot be connected anew: a word of ssh"]
+
+
 def test_at_a_restart_a_network_that_is_down_is_waited_for(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,6 +361,18 @@ def test_the_places_where_ranks_wait() -> None:
         "rank 1 (h1): tensor (llmx/models/load.py:3)",
         "rank 3 (h3): no answer: its process is stopped, or blocked in the kernel",
     ]
+
+
+def test_a_flood_of_messages_leaves_time_for_the_rest(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_module, "MESSAGES_S", 0.0)
+    for _ in range(100):
+        rig.appends(1, "logs/rank-001.log", "line\n")
+    rig.monitor.poll()
+    assert rig.inbox.qsize() >= 99
+    rig.monitor.poll(final=True)
+    assert rig.run_dir.rank_log(1).read_text() == 100 * "line\n"
 
 
 def test_what_agents_sent_last_comes_before_whole_copies(

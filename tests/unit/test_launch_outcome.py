@@ -74,7 +74,6 @@ KILLED_2 = "srun: error: node-b: task 2: Killed"
         ({0: cut_off(100.0), 1: state("interrupted")}, {}, ("comm", 0)),
         # A silent death is the cause of broken connections.
         ({0: cut_off(100.0), 2: state("training")}, {"exits": {2: RankExit(100.4, oom_kills=1)}}, ("oom", 2)),
-        ({2: state("training")}, {"exits": {2: RankExit(100.0)}}, ("crash", 2)),
         # No agent sees the far host (Slurm); the near ranks only lose their connections.
         ({0: cut_off(100.0), 2: state("training")}, {"launcher_log": KILLED_2}, ("crash", 2)),
         # An exit after a final word is no death.
@@ -144,6 +143,11 @@ def test_a_rank_that_ended_without_a_status(
     assert outcome.traceback.startswith(start)
 
 
+def test_a_rank_with_a_status_and_no_word_was_killed(plan: Plan) -> None:
+    evidence = Evidence(exits={2: RankExit(100.0)}, statuses={2: state("training")})
+    assert classify(evidence, plan).name == "killed"
+
+
 def test_a_rank_that_a_full_disk_struck_dumb(plan: Plan) -> None:
     """It could write neither status nor log; what others saw of it, and earlier, is no cause."""
     exits = {0: RankExit(100.0, disk_free=0), 2: RankExit(99.5, disk_free=10**9)}
@@ -168,6 +172,8 @@ UNKNOWN = "Traceback (most recent call last):\n  File 'x', line 1, in f\nKeyErro
         # DeepSpeed's runner ends with 0 although a rank died of a signal.
         ("[ERROR] ['python'] exits with return code = -11", 0, "crash", None, "SIGSEGV"),
         (KILLED_2, 137, "crash", 2, "SIGKILL"),
+        ("srun: error: node-b: tasks 1-2: Killed", 137, "crash", 1, "SIGKILL"),
+        (NO_YAML, 1, "config", None, "No module named 'yaml'"),
         ("mpirun noticed that process rank 1 with PID 0 on node node-a exited on signal 9", 137, "crash", 1, "SIGKILL"),
         (f"srun: error: node-a: task 0: Terminated\n{KILLED_2}", 137, "crash", 2, "SIGKILL"),
         # The error of an unknown failure, and not the exit.

@@ -44,6 +44,7 @@ HOSTILE = [
     "a\\", "\\$HOME", " blank ", "*", "~", "!!", "-n", "a;b",
 ]  # fmt: skip
 WORDS = st.lists(CODE, max_size=4)
+LINE = st.text(st.characters(codec="utf-8", exclude_categories=("C",)), min_size=1, max_size=20)
 NAMES = CODE.filter(lambda name: name not in ("", ".", ".."))
 ENV = st.dictionaries(st.sampled_from(["NCCL_A", "NCCL_B", "HF_HOME"]), CODE, max_size=3)
 HOSTILE_WORDS = [*HOSTILE, "\n touch canary", ""]
@@ -105,6 +106,18 @@ def test_the_command_that_enters_a_container(empty: Path, programs: Path, words:
     )
     arrived = by_shell(connection.argv[-1], empty).split("\0")
     assert arrived[: len(words) + 2] == [*words, "/bin/sh", "-c"]
+
+
+@FUZZ
+@given(st.lists(LINE, min_size=1, max_size=4), LINE)
+@example([word for word in HOSTILE_WORDS if word.isprintable() and word], HOSTILE[0])
+def test_the_words_of_one_host_in_command_txt(words: list[str], value: str) -> None:
+    exp = experiment("ssh", (1, 1), "cpu")
+    exp.hardware.hosts[1].enter = words
+    exp.hardware.hosts[1].env, exp.hardware.hosts[1].setup = {"ODD": value}, f"/{words[0]}"
+    command = rendered_files(spec_of(exp))["command.txt"]
+    (line, *_) = [part for part in command.split("END") if "node-b" in part]
+    assert shlex.split(line.split("<<")[0])[-1] == shlex.join([*words, "bash", "-s"])
 
 
 @functools.cache

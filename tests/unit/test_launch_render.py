@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
+import ipaddress
 import json
 import socket
 import subprocess
@@ -17,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from llmx.config import HostConfig, experiment_from_dict
+from llmx.config.addresses import FINGERPRINT, address_problem
 from llmx.config.by_host import KEYS, experiment_on, keys_of, path_on
 from llmx.config.plugins import TRANSPORTS
 from llmx.config.schema import Experiment
@@ -71,33 +76,62 @@ def test_rendered_files(transport: str, golden: Callable[[str, str], None]) -> N
         assert spec.token not in " ".join(transport_of(transport).argv(spec))
 
 
-@pytest.mark.parametrize(
-    ("name", "address", "user", "key", "fingerprint"),
-    [
-        ("node-a.lan", "10.0.0.1", "ada", "/keys/my id%h%%é", None),
-        ("0", "fd00::7", "ada@corp.example+x", "/keys/my id;$(id)`id`", f"SHA256:{'aB3+/' * 8}aB3"),
-        ("x" * 22, "host-7.example.org", "_a.-", "/keys/my *?#=~$HOME", None),
-    ],
-)
-def test_ssh_reads_what_was_written(
-    name: str, address: str, user: str, key: str, fingerprint: str | None
-) -> None:
+NAMES = st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True)
+
+
+def _plan_hosts() -> st.SearchStrategy[HostPlan]:
+    """Whatever the rules of the hardware let through."""
+    words = st.from_regex(r"[A-Za-z0-9_]([A-Za-z0-9_.@+-]{0,20})", fullmatch=True)
+    paths = st.text(
+        st.characters(codec="utf-8", exclude_categories=("C", "Z"), exclude_characters="\"'\\"),
+        min_size=1,
+        max_size=30,
+    ).map(lambda text: f"/keys/my {text}")
+    addresses = st.one_of(
+        st.ip_addresses(v=4).map(str), st.ip_addresses(v=6).map(str), NAMES
+    ).filter(lambda text: address_problem(text) is None)
+    return st.builds(
+        HostPlan,
+        name=NAMES,
+        address=addresses,
+        ssh_port=st.integers(1, 65535),
+        user=words.filter(lambda text: text.isascii()),
+        identity_file=paths.filter(lambda text: "${" not in text),
+        slots=st.integers(1, 8),
+        device=st.just("a100"),
+        interface=st.none(),
+        is_local=st.just(False),
+        fingerprint=st.none() | st.from_regex(FINGERPRINT, fullmatch=True),
+    )
+
+
+def _address(host: str) -> object:
+    """An IP address may be written in several ways; ssh writes it in its own."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host)
+    return host.lower()
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(_plan_hosts())
+def test_ssh_reads_what_was_written(host: HostPlan) -> None:
     """The real ssh says what it makes of the file: these values, and no command of its own."""
-    host = HostPlan(name, address, 65535, user, key, 1, "a100", None, False, fingerprint)
     with tempfile.TemporaryDirectory() as directory:
         config = Path(directory) / "config"
         ours = render_ssh_config([host]).split("Include ")[0]
         config.write_text(ours, encoding="utf-8")
-        argv = ["ssh", "-G", "-F", config, name]
-        done = subprocess.run(argv, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["ssh", "-G", "-F", config, host.name], capture_output=True, text=True, check=True
+        )
     read = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-    assert (read["hostname"], read["port"], read["user"]) == (address, "65535", user)
-    assert read["identityfile"].replace("%%", "%") == key
+    assert _address(read["hostname"]) == _address(host.address)
+    assert (read["port"], read["user"]) == (str(host.ssh_port), host.user)
+    assert read["identityfile"].replace("%%", "%") == host.identity_file
     assert read.get("proxycommand", "none") == "none"
-    pinned = ("true", "/dev/null") if fingerprint else ("accept-new", None)
+    pinned = ("true", "/dev/null") if host.fingerprint else ("accept-new", None)
     assert read["stricthostkeychecking"] == pinned[0]
     assert pinned[1] in (None, read["userknownhostsfile"])
-    assert f" sh %f {fingerprint} " in read.get("knownhostscommand", " sh %f None ")
+    assert f" sh %f {host.fingerprint} " in read.get("knownhostscommand", " sh %f None ")
 
 
 def test_what_people_have_in_their_own_ssh_config(tmp_path: Path) -> None:
@@ -274,6 +308,7 @@ def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         ("local", {}, {"LLMX_RANKS_PER_HOST": "16"}, "4"),
         ("local", {}, {"OMP_NUM_THREADS": "3"}, "3"),
         ("pdsh", {}, {}, None),  # each rank looks at its own host
+        ("pdsh", {}, {"OMP_NUM_THREADS": "3"}, "3"),
     ):
         exp = experiment(transport, (4,) if transport == "local" else (4, 2))
         exp = dataclasses.replace(exp, zero=dataclasses.replace(exp.zero, **overrides))

@@ -22,6 +22,7 @@ from llmx.failures.diagnose import Failure
 from llmx.launch.agents.agent import _disk_free as agent_disk_free
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision import supervisor as supervisor_module
+from llmx.launch.supervision.attempt import local_disk_failure
 from llmx.launch.supervision.backoff import Backoff, HostSelection, disk_problem, without_hosts
 from llmx.launch.supervision.console import Console, RunLog
 from llmx.launch.supervision.journal import (
@@ -202,7 +203,7 @@ def test_a_step_is_overdue() -> None:
 
 
 def test_a_hang_is_not_seen_where_none_can_be() -> None:
-    for timeout_s, first in ((5.0, "loading"), (5.0, "failed"), (0, "training")):
+    for timeout_s, first in ((5.0, "loading"), (5.0, "starting"), (5.0, "failed"), (0, "training")):
         progress = Progress(hang_timeout_s=timeout_s)
         progress.update(states((first, 0), ("training", 0)), 0.0)
         assert progress.stuck_s(1e6) is None
@@ -423,6 +424,9 @@ def test_a_host_that_is_away(tmp_path: Path) -> None:
         "continuing without node-b (launch.elastic): 1 rank, the same global batch of 4 in 4 micro "
         "steps"
     )
+    # The next time, too: it is looked for once more, but not waited for.
+    assert elastic.select() is None
+    assert elastic.spec.plan.world_size == 1
     impossible = hosts_of(tmp_path, stream, elastic=True)
     impossible.full_spec.exp.precision = "auto"
     impossible.full_spec.exp.model.tokenizer = None
@@ -482,3 +486,9 @@ def test_a_disk_that_fails_between_two_attempts(spec: LaunchSpec) -> None:
     assert f"python -m llmx resume {run_dir.root}" in stream.getvalue()
     assert read_json(run_dir.supervisor)["state"] == "finished"
     assert [line["decision"] for line in read_attempts(run_dir)] == ["restart"]
+
+
+def test_a_full_disk_is_called_so(tmp_path: Path) -> None:
+    error = OSError(errno.EDQUOT, "Disk quota exceeded", "/x/y")
+    full = local_disk_failure(error, RunDir(tmp_path))
+    assert (full.kind, full.cause) == ("disk_full", "/x/y: Disk quota exceeded")

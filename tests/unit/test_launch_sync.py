@@ -8,6 +8,7 @@ import dataclasses
 import io
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,14 @@ import pytest
 from llmx.checkpoint.manifest import Manifest, digest_bytes
 from llmx.checkpoint.selection import list_steps
 from llmx.errors import LaunchError
+from llmx.launch.agents.connection import AgentError
 from llmx.launch.checkpoint_sync import CheckpointSync
 from llmx.launch.spec import LaunchSpec
 from llmx.launch.supervision.console import Console, RunLog
 from llmx.launch.supervision.journal import write_resume
 from llmx.launch.sync import RsyncPool, paths_to_push, push, source_of, sync_sizes
 from llmx.run.rundir import RunDir
+from tests.agents import wait_until
 from tests.launches import experiment, spec_of
 
 SHELL = '#!/bin/sh\nshift\nexec sh -c "$*"\n'
@@ -154,6 +157,25 @@ def test_credentials_and_what_git_ignores_stay(tmp_path: Path) -> None:
         ("evaluation data", "1 file, 0 B"),
         ("launch.sync_extra", "1 file, 0 B"),
     ]
+
+
+def test_the_other_hosts_need_not_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one fails, or the user asks for the end, nobody waits for gigabytes to travel."""
+    (tmp_path / "rsync").write_text(f"#!/bin/sh\ntouch {tmp_path}/began\nexec sleep 600\n")
+    (tmp_path / "rsync").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("LLMX_CACHE", str(tmp_path / "home"))
+
+    class Away(Host):
+        def request(self, cmd: str, **values: Any) -> dict[str, Any]:
+            wait_until((tmp_path / "began").exists, timeout_s=20)
+            raise AgentError("it is away")
+
+    hosts: list[Any] = [Away("node-a", 0), Host("node-b", 1)]
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match="node-a: cannot write the run.s files: it is away"):
+        push(spec(tmp_path), hosts, lambda text: None)
+    assert time.monotonic() - began < 300
 
 
 def test_what_has_not_changed_is_not_sent_again(

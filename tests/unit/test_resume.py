@@ -162,6 +162,7 @@ def test_a_wrong_word_is_said(run) -> None:
         ("optim.cycles=3", "optim.cycles=3: has no effect"),
         ("experiment=demo", "makes it another run"),
         ("model=gpt2", "makes it another run"),
+        ("data=alpaca", "makes it another run"),
         ("batch.global_batch=32", "a step would have different samples"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -73,8 +73,10 @@ def test_only_a_run_that_failed_before_its_first_step_makes_room(written) -> Non
     done, run = written
     parts = (done.experiment, done.plan, done.ds_config)
     identity, config = read_json(run.identity), run.config.read_bytes()
-    for result in ({"outcome": "ok"}, {"outcome": "crash", "steps": 3}, {"outcome": "interrupted"}):
-        write_json(run.result, result)
+    crash = {"outcome": "crash", "steps": 3}
+    for result in (None, {"outcome": "ok"}, crash, {"outcome": "interrupted"}):
+        if result is not None:
+            write_json(run.result, result)
         with pytest.raises(ConfigError, match="already contains a run"):
             snapshot.write(*parts, overrides=[], environment={})
     write_json(run.result, {"outcome": "data", "steps": 0})

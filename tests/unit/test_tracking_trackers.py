@@ -247,17 +247,32 @@ class Hanging(Kept):
         self.release.wait()
 
 
-def test_one_that_hangs_holds_up_nobody(tmp_path: Path) -> None:
+class Failing(Kept):
+    """A tracker whose server says no at every line."""
+
+    name = "failing"
+    calls = 0
+
+    def log(self, record: dict[str, Any]) -> None:
+        self.calls += 1
+        raise RuntimeError("quota exceeded\nsecond line")
+
+
+def test_one_that_hangs_and_one_that_fails_hold_up_nobody(tmp_path: Path) -> None:
     said: list[Status] = []
-    hanging, kept, records = Hanging(), Kept(), tracked_run.lines()
+    hanging, failing, kept, records = Hanging(), Failing(), Kept(), tracked_run.lines()
     RunDir(tmp_path).metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
     meta = RunMeta("id", "name", tmp_path, finish_timeout_s=3)
-    finish([Feed(each, meta, said.append) for each in (hanging, kept)], tracked_run.result())
+    feeds = [Feed(each, meta, said.append) for each in (hanging, failing, kept)]
+    finish(feeds, tracked_run.result())
     hanging.release.set()
     assert (kept.records, kept.result) == (records, tracked_run.result())
-    (status,) = said
-    assert "not finished within 3 s" in status.message
-    assert status.fix == f"python -m llmx.tracking.process {tmp_path} --replay"
+    assert failing.calls == 1, "a tracker that failed is left alone"
+    by_name = {status.tracker: status.message for status in said}
+    assert len(said) == 2, "each failure is said once"
+    assert "not finished within 3 s" in by_name["hanging"]
+    assert "RuntimeError: quota exceeded (while it should log)" in by_name["failing"]
+    assert {each.fix for each in said} == {f"python -m llmx.tracking.process {tmp_path} --replay"}
 
 
 def test_what_a_restart_takes_back_is_taken_back(tmp_path: Path) -> None:
