@@ -217,6 +217,7 @@ DAMAGED = (
     "None of the 1 checkpoints in /runs/x/checkpoints can be used (step 50: "
     "rank-00001.safetensors: damaged, it has 401 bytes, expected 4001 bytes)."
 )
+LINE_41 = "rows.jsonl, line 41: not JSON (Expecting value). Correct the line."
 SEQ_LEN = "data.seq_len=4096: the model has 512 positions. Set data.seq_len=512."
 
 
@@ -225,6 +226,7 @@ SEQ_LEN = "data.seq_len=4096: the model has 512 positions. Set data.seq_len=512.
     [
         # A message may mention a word of the catalogue and mean something else.
         ("DataError", "row 3: No space left on device", "data", "row 3: No space left on device", ""),
+        ("RecordError", LINE_41, "data", LINE_41, ""),
         # It has the fix.
         ("ConfigError", SEQ_LEN, "config", SEQ_LEN, ""),
         ("CheckpointError", DAMAGED, "data", f"CheckpointError: {DAMAGED}", "--check.*good copy.*step=N.*step=0"),

@@ -188,6 +188,10 @@ def test_what_only_the_tokenizer_tells_is_checked_before_the_launch(tmp_path: Pa
     options["rewards"] = ["early_rewards:two"]
     with pytest.raises(ConfigError, match=r"early_rewards:two\(prompt, completion\) is"):
         check_inputs(own)
+    (tmp_path / "focal.py").write_text(TASK)
+    task = {"code_path": str(tmp_path), "options": {"gama": 1}}
+    with pytest.raises(ConfigError, match=r'options\.gama: unknown key\. Did you mean "gamma"'):
+        check_inputs(composed(tmp_path, [ROWS["text"]], "focal:Focal", task=task))
     task = {"code_path": str(tmp_path), "eval_metrics": ["early_rewards:four"]}
     with pytest.raises(ConfigError, match="early_rewards:four cannot be imported"):
         check_inputs(composed(tmp_path, [ROWS["alpaca"]], task=task))
