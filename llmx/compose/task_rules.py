@@ -137,13 +137,15 @@ def task_warnings(exp: Experiment) -> tuple[str, ...]:
     kind = task_class(exp.task)
     if kind is None:
         return ()
+    base = importlib.import_module("llmx.tasks.base").Task
     warnings = []
     if generates(kind):
         warnings.append(
             f"task={exp.task.kind} generates its samples. The plan counts completions of full "
             "length. Measure with task.stop_at_step=5."
         )
-    if num_prompts and exp.name != DEMO and not kind.completes:
+    completes = kind.completes or kind.eval_prompts is not base.eval_prompts
+    if num_prompts and exp.name != DEMO and not completes:
         warnings.append(
             f"task.eval_generate={num_prompts} has no effect: task {exp.task.kind} completes no "
             "prompts. Set task.eval_generate=0."

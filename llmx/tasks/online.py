@@ -74,8 +74,8 @@ class OnlineTask(Task):
     @classmethod
     def auto_options(cls, exp: Experiment) -> dict[str, Any]:
         """Completions that leave a prompt half of the sequence, where their length is ``auto``."""
-        default = getattr(cls.Options, "max_new_tokens", None)
-        if exp.task.options.get("max_new_tokens", default) not in ("auto", AUTO):
+        is_auto = getattr(cls.Options, "max_new_tokens", None) == AUTO
+        if exp.task.options.get("max_new_tokens", "auto" if is_auto else None) != "auto":
             return {}
         return {"max_new_tokens": min(256, exp.data.seq_len // 2)}
 

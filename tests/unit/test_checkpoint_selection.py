@@ -57,6 +57,7 @@ def take_other_step(path: Path) -> None:
     [
         (RANK_FILE, lambda path: flip_bit(path, -1), "rank-00000.safetensors: damaged, it has ha"),
         (RANK_FILE, lambda path: path.write_bytes(path.read_bytes()[:-1]), "expected 400 bytes"),
+        (RANK_FILE, lambda path: path.write_bytes(path.read_bytes() + b"\0"), "expected 400 bytes"),
         (RANK_FILE, lambda path: path.write_bytes(b""), "damaged, it has 0 bytes"),
         (RANK_FILE, Path.unlink, "rank-00000.safetensors: is missing"),
         (RANK_FILE, take_other_step, "rank-00000.safetensors: damaged, it has hash"),

@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from llmx.cli.evaluate import load, measure
+from llmx.cli.target import Target
 from llmx.config import Experiment
 from llmx.data import SampleStore, collate
 from llmx.errors import ConfigError, DataError
@@ -162,6 +164,7 @@ def test_a_label_of_the_evaluation_that_no_class_has(tmp_path: Path) -> None:
         ("single_label", "x" * 65, "a label that is too long"),
         ("multi_label", [{"a": 1}], "labels that are not names"),
         ("regression", "high", "a label that is not a number"),
+        ("regression", 10**400, "a label that is not a number"),
         ("regression", "nan", "a label that is not a number"),
         ("regression", None, "a missing label"),
     ],
@@ -222,6 +225,10 @@ def test_class_weights() -> None:
     effective = (1 - 0.99 ** sizes[:2]) / 0.01
     assert balanced[1] / balanced[0] == pytest.approx(effective[0] / effective[1])
     np.testing.assert_allclose(class_weights(sizes, beta=0.0)[[0, 1, 3]], 1.0)
+    sklearn, at = pytest.importorskip("sklearn.utils.class_weight"), np.array([0, 1, 3])
+    labels = np.repeat(at, [90, 9, 1])
+    ratio = inverse[at] / sklearn.compute_class_weight("balanced", classes=at, y=labels)
+    np.testing.assert_allclose(ratio, ratio[0])
 
 
 def test_weights_of_classes_do_not_prepare_anew(tmp_path: Path) -> None:
@@ -234,11 +241,19 @@ def test_weights_of_classes_do_not_prepare_anew(tmp_path: Path) -> None:
 
 
 def test_an_exported_classifier_is_measured_by_itself(tmp_path: Path) -> None:
-    """Labels are those of the model, in its order, not those of the rows."""
-    task, store = prepared(experiment_of(tmp_path, ROWS))
-    config = AutoConfig.for_model("llama", id2label={1: "good", 0: "so", 2: "bad"})
+    """``python -m llmx eval``: labels are those of the model, in its order, not of the rows."""
+    exp = experiment_of(tmp_path, ROWS)
+    network = network_of(seen(exp)[0])
+    network.config.id2label = {1: "good", 0: "so", 2: "bad"}
+    network.config.pad_token_id = 0
+    network.save_pretrained(tmp_path / "model")
+    task, store = prepared(exp, tokenizer := tokenizer_of(exp))
+    config = AutoConfig.from_pretrained(tmp_path / "model")
     assert task.see_model(config, store) == []
     assert task.labels == ("so", "good", "bad")
+    models = load(Target(tmp_path / "model", None, None, None), exp, task, tokenizer)
+    found = measure(task, models, store, tokenizer, batch=3)
+    assert {"loss", "plain_loss", "accuracy", "macro_f1", "auc"} == set(found)
     config.id2label = {0: "good", 1: "bad"}
     with pytest.raises(DataError, match="labels that were not trained: 'so'"):
         task.see_model(config, store)

@@ -165,9 +165,11 @@ def assert_gradients(
 @pytest.mark.parametrize(
     ("teacher_logits", "kind", "layout"),
     [
+        ("live", "forward_kl", "packed"),
         ("live", "reverse_kl", "padded"),
         ("live", "jsd", "packed"),
         ("stored", "forward_kl", "padded"),
+        ("stored", "reverse_kl", "packed"),
         ("stored", "jsd", "packed"),
     ],
 )
@@ -266,6 +268,7 @@ def test_half_precision_has_no_whole_copies_in_fp32() -> None:
 def test_models_and_columns_that_the_options_need() -> None:
     stored, live = task(), task(teacher_logits="live", teacher_revision="v2")
     assert stored.models()["teacher"].precomputes
+    assert live.precomputed == ()
     teacher = live.models()["teacher"]
     found = (teacher.source, teacher.revision, teacher.trained, teacher.precomputes)
     assert found == ("owner/teacher", "v2", False, False)
@@ -294,6 +297,7 @@ def test_the_place_of_the_teacher_is_checked_where_the_user_stands(tmp_path, mon
         exp, problems = complete(exp)
         return exp, "\n".join(problems)
 
+    assert completed("owner/teacher")[1] == ""
     assert "task.options.teacher=./techer: no such file" in completed("./techer")[1]
     teacher = tmp_path / "teacher"
     teacher.mkdir()

@@ -189,8 +189,11 @@ def test_a_model_that_says_the_same_of_all_texts_finds_none() -> None:
 @pytest.mark.parametrize(
     ("query", "positive", "more"),
     [
+        ("question", "answer", {}),
+        ("query", "positive", {}),
         ("anchor", "positive", {}),
         ("sentence1", "sentence2", {"label": 1}),
+        ("instruction", "output", {}),
         ("prompt", "response", {}),
         ("title", "body", {}),
     ],
@@ -287,8 +290,12 @@ def test_pooling_follows_from_the_model(tmp_path: Path) -> None:
         task._pooling = None
         assert task.pooling(causal) == wanted
     (tmp_path / "1_Pooling").mkdir()
-    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "max"}')
+    published = tmp_path / "1_Pooling" / "config.json"
+    published.write_text('{"pooling_mode": "cls"}')
     causal.config._name_or_path, task._pooling = str(tmp_path), None
+    assert task.pooling(causal) == "cls"
+    published.write_text('{"pooling_mode": "max"}')
+    task._pooling = None
     with pytest.raises(ConfigError, match="pooled by max.*task.options.pooling=mean"):
         task.pooling(causal)
     task.options.pooling = "cls"

@@ -297,6 +297,7 @@ class Wrong(Counts):
         return {
             "none": None,
             "silent": Turn(),
+            "text": Turn(["a"]),
             "role": Turn([{"role": "assistant", "content": "a"}]),
             "nan": Turn(reward=math.nan, done=True),
         }[self.way]
@@ -308,6 +309,7 @@ class Wrong(Counts):
         ("reset", "reset() returned 'hello', not None"),
         ("none", "step() returned None, not a Turn"),
         ("silent", "no messages, and the sample is not done"),
+        ("text", "the message 'a' is not"),
         ("role", "the message {'role': 'assistant'"),
         ("nan", "the reward nan is not a finite number"),
         ("raises", "it raised KeyError: 'raises'"),

@@ -3,7 +3,9 @@ warnings of rewards and lengths that collapse."""
 
 from __future__ import annotations
 
+import inspect
 import math
+import textwrap
 import types
 from collections import defaultdict
 from pathlib import Path
@@ -136,24 +138,32 @@ REWARDS = np.array(
 """Groups with a signal, without one, with a completion without reward, with one reward alone."""
 
 
-@pytest.mark.parametrize("kind", ["normalised", "centred", "leave_one_out"])
-def test_advantages_are_those_of_the_papers(kind: str) -> None:
-    """Of each completion by itself, whose reward is compared with those that there are."""
+@pytest.mark.parametrize(
+    ("kind", "scale", "trainer"),
+    [("normalised", "group", "GRPO"), ("centred", "none", "GRPO"), ("leave_one_out", "", "RLOO")],
+)
+def test_advantages_are_those_of_trl(kind: str, scale: str, trainer: str) -> None:
+    """The lines of TRL's method that turn rewards into advantages are run as they stand there."""
+    trl = pytest.importorskip("trl", minversion="1.16")
+    method = getattr(trl, f"{trainer}Trainer")._generate_and_score_completions
+    source = inspect.getsource(method)
+    start = source.index("        unscorable_mask = ")
+    end = source.index("advantages = torch.nan_to_num(advantages, nan=0.0)")
+    trainer_options = types.SimpleNamespace(
+        multi_objective_aggregation="sum_then_normalize", reward_weights=torch.ones(1).double(),
+        scale_rewards=scale, reward_clip_range=None, beta=0.0, normalize_advantages=False,
+        reward_funcs=[None],
+    )  # fmt: skip
+    names = {
+        **method.__globals__, "self": trainer_options, "device": "cpu", "num_generations": 4,
+        "rewards_per_func": torch.tensor(REWARDS).reshape(-1, 1),
+    }  # fmt: skip
+    exec(textwrap.dedent(source[start:end]), names)
+    wanted = names["advantages"].nan_to_num(0.0).numpy().reshape(REWARDS.shape)
     advantages, spread = group_advantages(kind, REWARDS)
-    for rewards, found, deviation in zip(REWARDS, advantages, spread, strict=True):
-        there = rewards[~np.isnan(rewards)]
-        std = np.std(there, ddof=1) if len(there) > 1 else math.nan
-        assert deviation == pytest.approx(std, abs=1e-9, nan_ok=True)
-        for reward, advantage in zip(rewards, found, strict=True):
-            others = [*there]
-            if not math.isnan(reward):
-                others.remove(reward)
-            wanted = {
-                "normalised": (reward - there.mean()) / (std + 1e-4),
-                "centred": reward - there.mean(),
-                "leave_one_out": reward - np.mean(others or [math.nan]),
-            }[kind]
-            assert advantage == pytest.approx(np.nan_to_num(wanted), abs=1e-9)
+    np.testing.assert_allclose(advantages, wanted, atol=1e-9)
+    assert spread[:2] == pytest.approx(np.std(REWARDS[:2], ddof=1, axis=1), abs=1e-9)
+    assert np.isnan(spread[3])
 
 
 def test_kl_estimates() -> None:
@@ -227,7 +237,7 @@ def test_a_rollout_has_what_the_policy_gave() -> None:
     assert means["reward"] == pytest.approx(np.mean([even("", text, "") for text in values]))
 
 
-@pytest.mark.parametrize("loss", ["dapo", "gspo"])
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "gspo"])
 def test_one_gradient_for_every_split(loss: str) -> None:
     own = task(loss=loss, beta=0.1)
     samples = rolled(own, models_for(own))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from llmx.errors import DataError
@@ -35,9 +36,9 @@ MESSAGES = [
 ]
 
 
-def network() -> Any:
+def network(vocab_size: int = 2000, pad_token_id: int | None = None) -> Any:
     config = AutoConfig.for_model(
-        "llama", **TINY_LLAMA, vocab_size=2000, num_labels=1, pad_token_id=None
+        "llama", **TINY_LLAMA, vocab_size=vocab_size, num_labels=1, pad_token_id=pad_token_id
     )
     torch.manual_seed(0)
     return AutoModelForSequenceClassification.from_config(config)
@@ -86,9 +87,10 @@ def test_pairs_that_are_none_are_rejected_and_counted(wrong, tmp_path) -> None:
     assert len(assert_rejected(exp, line=4).values_of("margin")) == 12
 
 
-def test_a_margin_that_is_no_number(tmp_path: Path) -> None:
-    rows = [*TEXTS, {**TEXTS[0], "margin": "much"}]
-    with pytest.raises(DataError, match="margin\" is 'much'"):
+@pytest.mark.parametrize("margin", ["much", 10**400])
+def test_a_margin_that_is_no_number(margin: Any, tmp_path: Path) -> None:
+    rows = [*TEXTS, {**TEXTS[0], "margin": margin}]
+    with pytest.raises(DataError, match=f"margin\" is '{str(margin)[:60]}', not a finite number"):
         prepared(experiment_on(tmp_path, "reward", rows))
 
 
@@ -100,3 +102,24 @@ def test_sequences_are_exactly_what_the_template_renders(name: str, tmp_path: Pa
     sides = [row[side] for row in MESSAGES for side in ("chosen", "rejected")]
     rendered = [tokenizer.apply_chat_template(one, return_dict=True)["input_ids"] for one in sides]
     assert {*sequences_of(prepared(exp, tokenizer)[1])} == {*map(tuple, rendered)}
+
+
+def test_the_loss_is_that_of_trl(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    tokenizer = PUBLISHED["qwen2.5"].tokenizer()
+    task, store = prepared(experiment_on(tmp_path, "reward", MESSAGES, seq_len=1024), tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token
+    ours, theirs = (network(len(tokenizer), tokenizer.pad_token_id) for _ in range(2))
+    give_pooled_forward(ours)
+    found = task.loss(Models(policy=model_of(ours, "mask", "packed")), batch_of(store))
+    trainer = trl.RewardTrainer(
+        theirs,
+        trl.RewardConfig(
+            str(tmp_path / "trl"), per_device_train_batch_size=len(MESSAGES), max_length=None,
+            report_to="none", use_cpu=True, bf16=False,
+        ),
+        train_dataset=Dataset.from_list(MESSAGES),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    wanted = trainer.compute_loss(theirs, next(iter(trainer.get_train_dataloader())))
+    assert float(found.sum.detach()) / found.weight == pytest.approx(float(wanted), abs=1e-5)

@@ -170,6 +170,8 @@ def test_a_task_is_asked_for_its_networks_without_torch() -> None:
     ("member", "base"),
     [
         ("rollout", "OnlineTask"),
+        ("generates", "OnlineTask"),
+        ("joint_loss", "JointTask"),
         ("joint", "JointTask"),
     ],
 )
