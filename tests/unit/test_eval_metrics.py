@@ -15,6 +15,7 @@ from llmx.data import EvalPrompt
 from llmx.errors import ConfigError
 from llmx.lifecycle.resume.changes import SAME, rule_of
 from llmx.run.metrics.completions import DECLARED, METRICS
+from llmx.tasks.pretrain import Pretrain
 from llmx.tasks.sft import Sft
 from tests.composing import composed
 
@@ -89,7 +90,7 @@ def test_what_cannot_be_measured_is_said(words: list[str], message: str, own: Pa
     assert message in str(caught.value)
 
 
-def test_completions_of_a_task_that_makes_none_are_a_warning() -> None:
+def test_completions_of_a_task_that_makes_none_are_a_warning(monkeypatch) -> None:
     """Where they were asked for: the demo asks for its own task alone."""
 
     def warnings(*words: str) -> list[str]:
@@ -103,6 +104,8 @@ def test_completions_of_a_task_that_makes_none_are_a_warning() -> None:
     ]
     assert not warnings("experiment=demo", "task=pretrain")
     assert not warnings(*own, "task=sft", "task.eval_generate=8")
+    monkeypatch.setattr(Pretrain, "eval_prompts", lambda self: self.held_out_prompts)
+    assert not warnings(*own, "task=pretrain", "task.eval_generate=8")
 
 
 def test_code_in_two_directories_is_refused(
