@@ -161,6 +161,21 @@ def _changed_host_key(cluster: Cluster, directory: Path) -> None:
     known_hosts.write_text(f"[{host.address}]:{host.ssh_port} {key}")
 
 
+def _same_address(cluster: Cluster, directory: Path) -> Arguments:
+    return _on_far(address=cluster.first.address, ssh_port=cluster.first.ssh_port)
+
+
+def _tunnel(cluster: Cluster, directory: Path) -> None:
+    cluster.hosts[-1].limit_packets(1400)
+
+
+def _tunnel_of_ranks(cluster: Cluster, directory: Path) -> None:
+    """The launching machine knows what the way takes, the hosts do not."""
+    route = [f"{cluster.hosts[-1].address}/32", "dev", INTERFACE, "mtu", "1400"]
+    cluster.first.run(["ip", "route", "add", *route])
+    _tunnel(cluster, directory)
+
+
 def _small_disk(cluster: Cluster, directory: Path) -> Arguments:
     """The network is traced before: sizes follow from that, and the refusal is timed."""
     env = {"LLMX_TRACES": "on", "LLMX_CACHE": str(directory / "cache")}
@@ -195,6 +210,7 @@ REFUSED = (
     Setup("an account that must not log in", "chsh -s",
           lambda c, _: _login_shell(c, "/usr/sbin/nologin")),
     Setup("a name that is not known", "/etc/hosts", start=_on_far(address="gpu-17.lan")),
+    Setup("one address for two hosts", "List a host once", _same_address),
     Setup("a master_addr that no host has", "hardware.master_addr",
           words=["hardware.master_addr=10.99.0.1"]),
     Setup("an interface that is not there", "eth9", start={"interface": "eth9"}),
@@ -216,6 +232,7 @@ REFUSED = (
     Setup("pdsh that is not installed", "apt-get install pdsh",
           lambda c, _: c.first.bind("/dev/null", on=str(shutil.which("pdsh"))),
           words=["launch.transport=pdsh"], needs=["pdsh"]),
+    Setup("MPICH", "launch=external", words=["launch.transport=mpich"]),
     Setup("a Python that is not there", "/opt/none/python",
           start=_on_far(python="/opt/none/python")),
     Setup("a setup script that is not there", "/opt/none/setup.sh",
@@ -230,13 +247,22 @@ REFUSED = (
           start={"env": {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node-a",
                          "MASTER_PORT": "29500", "LOCAL_RANK": "0"}}),
 )  # fmt: skip
+REFUSED_LATE = (
+    Setup("a tunnel of 1400 bytes between hosts of 1500", "mtu 1400", _tunnel_of_ranks,
+          slots=(0, 1, 1)),
+    Setup("ssh through such a tunnel", "mtu 1400", _tunnel),
+)  # fmt: skip
+"""After a time-out of the network."""
 
 
 @pytest.mark.parametrize(
     "setup",
     [
         *(pytest.param(setup, id=setup.name) for setup in REFUSED),
-        *(pytest.param(setup, id=setup.name, marks=pytest.mark.nightly) for setup in TRAINS),
+        *(
+            pytest.param(setup, id=setup.name, marks=pytest.mark.nightly)
+            for setup in (*REFUSED_LATE, *TRAINS)
+        ),
     ],
 )
 def test_it_is_refused_with_the_fix_or_trains(

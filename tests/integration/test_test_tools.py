@@ -13,6 +13,7 @@ import pytest
 
 from tests.behaviour.__main__ import main
 from tests.behaviour.cases import CASES, Prepared, training_words
+from tests.behaviour.differences import differences
 from tests.behaviour.material import write_material
 from tests.behaviour.recording import Recording
 from tests.chaos.kinds import KINDS, draw
