@@ -58,19 +58,28 @@ LLAMA2 = (
 )
 
 MISTRAL = """
-{%- if messages[0]["role"] == "system" %}{%- set system_message = messages[0]["content"] %}
+{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
     {%- set loop_messages = messages[1:] %}
-{%- else %}{%- set loop_messages = messages %}{%- endif %}
-{%- set last = loop_messages | selectattr("role", "equalto", "user") | list | last %}
-{%- for message in loop_messages if message.role != "tool" and not message.tool_calls %}
-    {%- if (message["role"] == "user") != (loop.index0 % 2 == 0) %}
-        {{- raise_exception("After the optional system message, roles must alternate") }}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
+{%- set ns = namespace(index=0) %}
+{%- for message in loop_messages %}
+    {%- if not (message.role == "tool"
+                or (message.tool_calls is defined and message.tool_calls is not none)) %}
+        {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
+            {{- raise_exception("After the optional system message, roles must alternate") }}
+        {%- endif %}
+        {%- set ns.index = ns.index + 1 %}
     {%- endif %}
 {%- endfor %}
 {{- bos_token }}
 {%- for message in loop_messages %}
     {%- if message["role"] == "user" %}
-        {%- if tools and message == last %}
+        {%- if tools is not none and (message == user_messages[-1]) %}
             {{- "[AVAILABLE_TOOLS] [" }}
             {%- for tool in tools %}
                 {{- '{"type": "function", "function": ' + tool.function | tojson + '}' }}
@@ -78,9 +87,12 @@ MISTRAL = """
             {%- endfor %}
             {{- "[/AVAILABLE_TOOLS]" }}
         {%- endif %}
-        {%- set system = system_message + "\\n\\n" if loop.last and system_message else "" %}
-        {{- "[INST] " + system + message["content"] + "[/INST]" }}
-    {%- elif message.tool_calls %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST] " + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
         {{- "[TOOL_CALLS] [" }}
         {%- for tool_call in message.tool_calls %}
             {%- if not tool_call.id is defined or tool_call.id | length != 9 %}
@@ -91,11 +103,14 @@ MISTRAL = """
         {%- endfor %}
     {%- elif message["role"] == "assistant" %}
         {{- " " + message["content"] | trim + eos_token }}
-    {%- elif message["role"] == "tool" and message.tool_call_id | length == 9 %}
+    {%- elif message["role"] == "tool" %}
+        {%- if not message.tool_call_id is defined or message.tool_call_id | length != 9 %}
+            {{- raise_exception("Tool call IDs should be alphanumeric with length 9!") }}
+        {%- endif %}
         {{- '[TOOL_RESULTS] {"content": ' + message.content | tojson + ', "call_id": "' }}
         {{- message.tool_call_id + '"}[/TOOL_RESULTS]' }}
     {%- else %}
-        {{- raise_exception("Only user, assistant and tool roles are supported") }}
+        {{- raise_exception("Only user and assistant roles are supported") }}
     {%- endif %}
 {%- endfor %}
 """
