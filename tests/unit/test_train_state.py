@@ -131,6 +131,43 @@ def test_the_layout_of_a_plain_optimizer_has_what_is_not_trained_apart() -> None
     assert model.norm.bias.tolist() == [5] * 4
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("alignment", [1, 8])
+def test_parameters_of_round_robin_gradients_have_their_names(
+    world: int, alignment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order that DeepSpeed gives them, from any rank: a piece that had another one's name
+    was right for a resume on the same ranks alone."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    model = nn.ParameterList(torch.rand(size) for size in (7, 30, 1, 4, 19, 2))
+    groups = [list(model)[:3], list(model)[3:]]
+    optimizer = object.__new__(DeepSpeedZeroOptimizer)
+    orders = [optimizer._round_robin_reorder(group, world)[0] for group in groups]
+    ends = [[*itertools.accumulate(-(-len(p) // alignment) * alignment for p in o)] for o in orders]
+    offsets = [[0, *each[:-1]] for each in ends]
+    flats = [torch.full((-(-each[-1] // world) * world,), -1.0) for each in ends]
+    for order, starts, flat in zip(orders, offsets, flats, strict=True):
+        for parameter, start in zip(order, starts, strict=True):
+            flat[start : start + len(parameter)] = parameter.detach()
+    found = {name: torch.zeros(len(each)) for name, each in model.named_parameters()}
+    for rank in range(world):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None, rank=rank: rank)
+        vars(optimizer).update(
+            bit16_groups=groups,
+            single_partition_of_fp32_groups=[flat.chunk(world)[rank] for flat in flats],
+            optimizer=None,
+            real_dp_process_group=[None, None],
+            round_robin_gradients=True,
+            round_robin_bit16_groups=orders,
+            round_robin_bit16_offsets=offsets,
+        )
+        for piece in state_layout(engine_of(optimizer, model)).trained:
+            found[piece.name][piece.start :][: piece.length] += piece.of(piece.owner.tensor)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found[name], parameter), name
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [

@@ -295,12 +295,13 @@ def _partitioned(optimizer: Any, names: dict[int, str]) -> tuple[list[Owner], li
 def _round_robin(
     optimizer: Any, number: int, names: dict[int, str], owner: Owner
 ) -> Iterator[Piece]:
-    """With ``round_robin_gradients``: the flat buffer has the parameters in another order, and what
-    DeepSpeed records on them is that of the order without it."""
+    """The pieces with ``round_robin_gradients``: the flat buffer has the parameters in another
+    order, and DeepSpeed records on them where they would lie without it."""
     size = owner.tensor.numel()
     start = size * torch.distributed.get_rank(group=optimizer.real_dp_process_group[number])
-    group, offsets = optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets
-    for parameter, offset in zip(group[number], offsets[number], strict=True):
+    group = optimizer.round_robin_bit16_groups[number]
+    offsets = optimizer.round_robin_bit16_offsets[number]
+    for parameter, offset in zip(group, offsets, strict=True):
         first, stop = max(offset, start), min(offset + parameter.numel(), start + size)
         if first < stop:
             yield Piece(names[id(parameter)], first - offset, stop - first, owner, first - start)
