@@ -53,8 +53,10 @@ TIED = {"tie_word_embeddings": True}
 BF16 = {"precision": "bf16"}
 SKIPS = {"precision": "fp16", "loss_scale": 2.0**19, "save_at": 4, "until": 6}
 SAVED, UNTIL = 2, 4
-SHORT = {"until": 3}
+SHORT = {"save_at": 1, "until": 2}
 """Of models whose step costs more, and whose file nothing goes on from elsewhere."""
+LONGER = {"until": 5}
+"""Of what takes a step on 1 rank, then two on 3: the optimizer's states are felt in the second."""
 
 
 def job(name: str, stage: int, *settings: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -69,7 +71,7 @@ SAME_RANKS = [
     # Random numbers, clipping, accumulation; 8 samples a step: step 5 is in the second epoch.
     *(job(f"fp32-{at}", at, GPT2, save_at=4 if at == 2 else 6, until=TOTAL) for at in (0, 2, 3)),
     job("bf16-0", 0, BF16, save_at=0),
-    job("bf16-1", 1, BF16),
+    *(job(f"bf16-{stage}", stage, BF16) for stage in (1, 2)),  # two wrappers of DeepSpeed
     job("bf16-3", 3, BF16, zero=IN_PARTS),
     # Loss scaling; one so high that the first updates are skipped (other ones at stage 0).
     *(job(f"fp16-{stage}", stage, precision="fp16") for stage in (0, 3)),
@@ -78,22 +80,23 @@ SAME_RANKS = [
     job("tied-1", 1, FULL, config=TIED, optim="sgd", micro_batches=[3, 1]),
     # Optimizers.
     job("lion", 2, optim="lion", zero=ROUND_ROBIN),
-    job("muon-2", 2, MUON),
+    job("muon-2", 2, MUON, LONGER),
     job("muon-3", 3, MUON, zero=ALL_CPU),
-    job("muon-first", 1, MUON, BF16, save_at=0, until=2),
+    job("muon-bf16", 1, MUON, BF16),
+    job("muon-first", 2, MUON, save_at=0, until=2),
     job("adafactor", 0, optim="adafactor"),
     job("adam8bit", 0, EIGHT_BIT, BF16),
-    job("rates-2", 2, zero=CPU, optim_keys=RATES, accumulation=2),
+    job("rates-2", 2, LONGER, zero=CPU, optim_keys=RATES, accumulation=2),
     # A task that uses all of the seam; equal weights generate the same samples again.
-    job("own", 2, task=OWN_TASK),
+    job("own", 2, LONGER, task=OWN_TASK),
     # Its frozen model is another network in another precision.
-    job("source", 2, SHORT, task=OWN_TASK, options=OTHER_NETWORK),
+    *(job(f"source-{at}", at, SHORT, task=OWN_TASK, options=OTHER_NETWORK) for at in (2, 3)),
     # An adapter beside frozen weights, which are drawn again as if they were loaded; two updates
     # with the samples of each step.
     job("ppo-lora", 3, PPO, SHORT, options={**REWARDED, "value_model": "pretrained"}, adapter=LORA),
     job("lora-0", 0, SELECTIVE, adapter=LORA),
     job("lora-bf16-1", 1, BF16, adapter=LORA),
-    job("lora-3", 3, FULL, zero={**HPZ, "param_persistence_threshold": 0}, adapter=LORA),
+    job("lora-3", 3, FULL, LONGER, zero={**HPZ, "param_persistence_threshold": 0}, adapter=LORA),
     job("dora", 3, BF16, FULL, SHORT, zero=ALL_CPU, adapter=DORA, config=TIED),
     job("frozen-0", 0, BF16, freeze="layers.0"),
     job("frozen-3", 3, BF16, freeze="layers.0", save_at=0, until=2),
@@ -108,17 +111,17 @@ ELSEWHERE: dict[int, list[dict[str, Any]]] = {
     # 2 ranks -> 1 ...
     1: [
         loads("one-own", "own", 3, task=OWN_TASK, until=3),
-        loads("one-lion", "lion", 3, optim="lion", until=3),
+        loads("one-lion", "lion", 3, optim="lion"),
         loads("one-lora", "lora-3", 2, adapter=LORA, until=3),
         loads("one-muon", "muon-2", 3, MUON, until=3),
         loads("one-rates", "rates-2", 3, zero=IN_PARTS, optim_keys=RATES, accumulation=8, until=3),
     ],
     # ... -> 3, and the rest straight from 2 to 3.
     3: [
-        loads("three-own", "one-own", 0, task=OWN_TASK),
-        loads("three-lora", "one-lora", 0, adapter=LORA),
-        loads("three-muon", "one-muon", 0, MUON),
-        loads("three-rates", "one-rates", 1, optim_keys=RATES, accumulation=2),
+        loads("three-own", "one-own", 0, LONGER, task=OWN_TASK),
+        loads("three-lora", "one-lora", 0, LONGER, adapter=LORA),
+        loads("three-muon", "one-muon", 0, MUON, LONGER),
+        loads("three-rates", "one-rates", 1, LONGER, optim_keys=RATES, accumulation=2),
         loads("three-bf16", "bf16-1", 2, BF16),
         loads("three-ada", "adafactor", 0, optim="adafactor"),
         loads("three-8bit", "adam8bit", 0, EIGHT_BIT, BF16),
@@ -244,14 +247,19 @@ def test_all_stages_are_the_same_training(out: Path, jobs: str, tolerance: float
     names = [job["name"] for job in SAME_RANKS if re.fullmatch(jobs, job["name"])]
     losses = [results(out, name, world=2)[0]["losses"] for name in names]
     assert len(losses) >= 2
+    steps = min(map(len, losses))
     for other in losses[1:]:
-        assert close(other, losses[0], rel=tolerance), (other, losses[0])
+        assert close(other[:steps], losses[0][:steps], rel=tolerance), (other, losses[0])
 
 
-def test_bf16_is_near_the_curve_of_fp16_and_not_on_it(out: Path) -> None:
-    fp16, bf16 = (results(out, f"{name}-0", world=2)[0]["losses"] for name in ("fp16", "bf16"))
-    assert close(bf16, fp16, rel=0.03)
-    assert not close(bf16, fp16, rel=1e-6)
+@pytest.mark.parametrize(("name", "bf16"), [("fp16-0", "bf16-0"), ("lora-0", "lora-bf16-1")])
+def test_bf16_is_near_the_curve_of_another_precision_and_not_on_it(
+    out: Path, name: str, bf16: str
+) -> None:
+    """That of fp16, and of fp32."""
+    wanted, found = (results(out, each, world=2)[0]["losses"] for each in (name, bf16))
+    assert close(found, wanted, rel=0.03)
+    assert not close(found, wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +309,7 @@ def test_skipped_updates_are_counted_across_a_restart(out: Path, stage: int) -> 
     ("name", "trained", "frozen", "beside_adapters"),
     [
         ("own", ["policy", "scorer"], ["reference"], None),
-        ("source", ["policy", "scorer"], ["reference"], None),
+        ("source-3", ["policy", "scorer"], ["reference"], None),
         # Its other weights are those of its source, as the policy's are.
         ("ppo-lora", ["policy", "value"], ["policy", "value"], ["value.score.weight"]),
         *((f"lora-{kind}", ["model"], ["policy"], []) for kind in ("0", "bf16-1", "3")),
@@ -316,15 +324,17 @@ def test_a_checkpoint_holds_what_is_trained_by_name(
     assert all(entry["trained"] for entry in state["parameters"].values())
     assert sorted(state["frozen"]) == frozen
     others = [key for key in state["parameters"] if ".lora_" not in key]
-    assert others == beside_adapters if beside_adapters is not None else others
+    assert others == (list(state["parameters"]) if beside_adapters is None else beside_adapters)
 
 
 def test_a_frozen_model_has_a_source_and_a_precision_of_its_own(out: Path) -> None:
-    names = ("source", "own")
-    source, own = (state_of(out, name)["frozen"]["reference"] for name in names)
-    assert source != own
-    first, other = (results(out, name, world=2)[0]["losses"][0][0] for name in names)
-    assert first != pytest.approx(other, rel=1e-3)
+    """The same weights at every stage; its bf16 forward is rounded otherwise under ZeRO-3."""
+    names = ("source-2", "source-3", "own")
+    found = [state_of(out, name)["frozen"]["reference"] for name in names]
+    firsts = [results(out, name, world=2)[0]["losses"][0][0] for name in names]
+    assert found[0] == found[1] != found[2]
+    assert firsts[0] == pytest.approx(firsts[1], rel=1e-3)
+    assert firsts[0] != pytest.approx(firsts[2], rel=1e-3)
 
 
 def test_a_checkpoint_of_an_adapter_is_small(out: Path) -> None:
