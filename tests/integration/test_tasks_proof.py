@@ -16,7 +16,7 @@ import torch
 
 from llmx.config.groups import CONF
 from llmx.data.source.files import DEMO_DIRECTORY
-from llmx.run.rundir import RunDir
+from llmx.run.rundir import RunDir, read_json
 from llmx.run.tail import read_records
 from tests.command_runs import SMALL, succeeds
 from tests.forked_ranks import Server
@@ -51,6 +51,8 @@ WORDS = {
 
 REPRODUCED = ("dpo", "mlm", "sft")
 """Stored columns, random masks, packing: the others add nothing that `reproduce` could lose."""
+MEASURED = ("classify", "reward")
+"""Their model has a head of its own: the exported one is measured as the trained one was."""
 
 EVERYWHERE = (
     *(
@@ -128,3 +130,11 @@ def test_it_trains_sweeps_resumes_and_reproduces(
     if task in REPRODUCED:
         reproduced = succeeds(tmp_path, "reproduce", str(whole.root), "strict=true")
         assert "bitwise identical" in reproduced
+    if task in MEASURED:
+        succeeds(tmp_path, "export", str(whole.root))
+        (exported,) = (whole.root / "export").iterdir()
+        words = ("eval", str(whole.root), "--model", str(exported), "--out", "eval.json")
+        succeeds(tmp_path, *words)
+        found = read_json(tmp_path / "eval.json")["metrics"]
+        last = [line for line in measurements(whole) if line["kind"] == "eval"][-1]
+        assert {name: last[name] for name in found} == pytest.approx(found, rel=1e-4, abs=1e-5)
