@@ -157,7 +157,7 @@ WAYS: dict[str, dict[str, Any]] = {
 TRIED = {
     (1, "fp32"): ("full", "reduce to owner", "extra 1"),
     (2, "fp32"): ("fused loss", "selective", "compiled", "reduce to owner", "extra 2"),
-    (3, "fp32"): ("fused loss", "full", "extra 3"),
+    (3, "fp32"): ("fused loss", "selective", "full", "extra 3"),
     (2, "fp16"): ("fused loss", "selective"),
 }
 
@@ -466,7 +466,7 @@ def joint_steps(out: Path) -> Any:
 def used_twice(out: Path) -> Any:
     """Losses and gradient norms of one forward pass, and of two before one backward pass."""
     answer = {}
-    cases = ((0, "bf16", 10**6), (1, "bf16", 10**6), (2, "fp32", 500), (3, "bf16", 500))
+    cases = [*((stage, "bf16", 10**6) for stage in range(3)), (2, "fp32", 500), (3, "bf16", 500)]
     for stage, precision, bucket in cases:
         numbers = []
         for task in ("pretrain", "tests.programs.own_task:Twice"):
