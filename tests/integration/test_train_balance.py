@@ -89,6 +89,17 @@ def test_unequal_ranks_train_the_same_and_resume_bitwise(
     assert ends[0] == ends[1]
 
 
+def test_ranks_measure_themselves(tmp_path: Path, ranks: Server) -> None:
+    run = run_of(tmp_path / "run", stage=0, balance="measured")
+    log = ranks.start(run).finish().rank_log(0).read_text()
+    assert "balance: measured in" in log
+    assert " tokens/s, " in log.split("balance: ")[-1].splitlines()[0]
+    speeds = read_json(run.balance)["speeds"]
+    # Alike, on one host; a millisecond to a minute for a row of 64 tokens.
+    assert speeds[0] == speeds[1]
+    assert 10**12 < speeds[0]["token_fs"] * 64 + speeds[0]["fixed_fs"] < 6 * 10**16
+
+
 def test_ranks_without_room_for_the_whole_model_multiply_matrices(
     tmp_path: Path, ranks: Server
 ) -> None:
@@ -115,11 +126,6 @@ def test_experts_are_measured_at_zero_3(tmp_path: Path, ranks: Server) -> None:
     run = run_of(tmp_path / "run", stage=3, balance="measured", model=model)
     log = ranks.start(run).finish().rank_log(0).read_text()
     assert "balance: measured in" in log
-    assert " tokens/s, " in log.split("balance: ")[-1].splitlines()[0]
-    speeds = read_json(run.balance)["speeds"]
-    # Alike, on one host; a millisecond to a minute for a row of 64 tokens.
-    assert speeds[0] == speeds[1]
-    assert 10**12 < speeds[0]["token_fs"] * 64 + speeds[0]["fixed_fs"] < 6 * 10**16
     assert len(numbers(run)) == STEPS
 
 
