@@ -57,6 +57,20 @@ def test_a_run_that_is_left_on_the_cluster_and_one_that_waits_for_it(
 # --- ``status`` and ``watch`` of a run on another machine, where llmx is not ---
 
 
+SUPERVISOR = """
+import json, os, socket, sys, time
+os.chdir(sys.argv[1])
+state = {"state": "running", "pid": os.getpid(), "host": socket.gethostname(), "until": None}
+open("supervisor.json", "w").write(json.dumps({**state, "time": time.time(), "why": ""}))
+os.makedirs("logs", exist_ok=True)
+open("logs/console.log", "w").write("step 40\\n")
+while not os.path.exists("stop"):
+    time.sleep(0.1)
+result = {"outcome": "interrupted", "cause": "by a test", "exit_code": 130}
+open("result.json", "w").write(json.dumps(result))
+"""
+
+
 def test_status_and_watch_over_ssh(make_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     work = tmp_path / "my work"
     work.mkdir()
@@ -113,5 +127,16 @@ def test_status_and_watch_over_ssh(make_cluster: Callable[..., Cluster], tmp_pat
     assert watching.wait(20) == 0, subprocess.list2cmdline(words) + out.read_text()
     assert "finished  step 40/40" in out.read_text()
     wait_until(lambda: not far.processes(), timeout_s=10, what="nothing left on node-b")
-    stopped = near.run([*llmx, "stop", f"node-b:{work}/runs/one", *there], env=code, check=False)
-    assert (stopped.returncode, "it has ended (ok)" in stopped.stderr) == (2, True)
+
+    # A run that goes on there without a terminal: its supervisor.
+    run.result.unlink()
+    far.popen(["python3", "-c", SUPERVISOR, str(work / "runs/one")])
+    wait_until(lambda: run.console_log.exists(), timeout_s=10, what="the supervisor")
+    words = ["attach", f"node-b:{work}/runs/one", *there]
+    attached = start_program(near, [*llmx, *words], out, env=code)
+    wait_until(lambda: "step 40" in out.read_text(), timeout_s=20, what="its console")
+    stopped = near.run([*llmx, "stop", f"node-b:{work}/runs/one", *there], env=code)
+    assert "interrupted: by a test" in stopped.stdout
+    assert attached.wait(20) == 130, out.read_text()
+    again = near.run([*llmx, "stop", f"node-b:{work}/runs/one", *there], env=code, check=False)
+    assert (again.returncode, "it has ended (interrupted)" in again.stderr) == (2, True)
