@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from llmx.hardware import survey as program
 from llmx.hardware.compare import (
@@ -102,6 +103,7 @@ NO_CODE = (
             "node-b: several NCCL builds.*pip uninstall -y nvidia-nccl-cu12 nvidia-nccl-cu13; pip "
             'install --force-reinstall "torch==2.13.0+cu126"',
         ),
+        ([], {"gpus": 1}, "node-b: slots=2, but this host has 1 GPU."),
         ([], {"gpus": None}, "node-b: slots=2, but this host has 0 GPUs"),
         (ADAM, {"ninja": False}, "node-b: .*lacks ninja (pip install ninja)"),
         (ADAM, {"stale_locks": ["/c/x/lock"]}, "Remove the lock"),
@@ -174,6 +176,7 @@ def test_the_index_that_serves_all_hosts() -> None:
     assert all(f"pip install --force-reinstall {index}" in error for error in old)
     assert "node-a: NVIDIA driver 570.86.15 is too old for torch 2.13.0" in old[0]
     assert "needs driver 580" in old[0]
+    assert index in cuda_builds.advice([8.0], [550], torch="2.13.0"), "what the driver runs"
     none = judge(facts(torch_build={"cuda": None}), facts()).errors
     assert "node-a: torch 2.13.0 is built without CUDA" in none[0]
 
@@ -197,10 +200,15 @@ def test_the_gpus_that_a_build_runs_on(capability: float, runs_126: bool, runs_1
     assert "leave out the hosts of one kind" in cuda_builds.advice([7.0, 12.0], [580])
 
 
-def test_the_newest_torch_that_is_admitted_has_a_build_for_v100s() -> None:
-    (limit,) = re.findall(r'"torch>=[0-9.]+,<(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
-    last = cuda_builds.INDICES[1].last_torch
-    assert tuple(map(int, limit)) <= (last[0], last[1] + 1)
+def test_each_bound_admits_its_pin_and_no_torch_without_a_build_for_v100s() -> None:
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M))
+    lines = re.findall(
+        r'^  "([\w-]+)(>=[^"]*,<[^"]*)"', (ROOT / "pyproject.toml").read_text(), re.M
+    )
+    bounds = {name: SpecifierSet(text) for name, text in lines}
+    assert [name for name in bounds if name in pins and pins[name] not in bounds[name]] == []
+    major, minor = cuda_builds.INDICES[1].last_torch
+    assert f"{major}.{minor + 1}" not in bounds["torch"]
 
 
 @pytest.mark.parametrize(
@@ -223,6 +231,7 @@ def test_the_printed_command_replaces_an_installed_build(torch: str | None, comm
     [
         ("8.0, 570.86.15", "cu126"),
         ("8.0, 580.65.06\n7.0, 580.65.06", "cu126"),
+        ("8.0, 580.65.06\\n12.0, 580.65.06", ""),
         ("[N/A], 580.65.06", ""),
     ],
 )

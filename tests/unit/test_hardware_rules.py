@@ -72,8 +72,8 @@ TWO = ({"name": "a", "address": "10.0.0.1"}, {"name": "b", "address": "10.0.0.2"
         ({"interface": "eth0 ib0"}, "must be one network interface"),
         ({"device": "a100_80gb"}, 'Did you mean "a100_80g"'),
         ({"device": ""}, "no device type"),
-        ({"gpus": [1]}, "slots=2"),
-        ({"gpus": [1, 1]}, "twice"),
+        ({"gpus": [1]}, "names 1, but slots=2"),
+        ({"gpus": [1, 1]}, "a GPU is there twice"),
     ],
 )
 def test_a_host_that_cannot_be(host: dict[str, Any], message: str) -> None:
@@ -316,7 +316,8 @@ def test_rollout_hosts_do_not_train() -> None:
     assert Plan.from_dict(plan.to_dict()) == plan
     assert [host.name for host in result.experiment.rollout.servers] == ["node-b"]
     assert composed(list(GRPO)).plan.rollout_hosts == ()
-    composed([*GRPO, "rollout.hosts=[node-b]", "rollout.wait_s=600", "launch.hang_timeout_s=0"])
+    words = "rollout.port=65000 rollout.wait_s=600 launch.hang_timeout_s=0"
+    composed([*GRPO, "rollout.hosts=[node-b]", *words.split()])
 
 
 def test_a_host_that_is_no_longer_named_trains_again() -> None:

@@ -23,6 +23,7 @@ from llmx.errors import ConfigError
 from llmx.launch.supervision.console import Console
 from llmx.launch.supervision.outcome import Result
 from llmx.launch.supervision.progress import Progress
+from llmx.observe.compare import outcome_rows
 from llmx.observe.page.run import run_page
 from llmx.observe.report import wording
 from llmx.observe.report.sweep_data import measure
@@ -360,7 +361,7 @@ def test_status_shows_them(run: RunDir) -> None:
     assert ["metrics", "accuracy", "90", "%"] in [line.split() for line in text.splitlines()]
 
 
-def test_the_summary_and_the_page_have_the_best_on_the_way(run: RunDir) -> None:
+def test_summary_page_and_comparison_have_the_best_on_the_way(run: RunDir, tmp_path: Path) -> None:
     (columns,) = run_page(load_run(run.root))["curves"].values()
     titles = {entry["title"] for entry in columns["charts"]}
     assert titles >= {"Accuracy (%)", "Accuracy, evaluation (%)", "Macro F1 (%)", "Reward margin"}
@@ -372,6 +373,9 @@ def test_the_summary_and_the_page_have_the_best_on_the_way(run: RunDir) -> None:
     assert rows["perplexity"] == "320.0 → 15.00   (best 11.00 at step 30)"
     assert rows["undeclared"] == "7.000"
     assert not any("exact" in name for name in rows)
+    other = load_run(tracked_run.write_start(tmp_path / "other").root)
+    compared = {name: values for name, *values in outcome_rows(load_run(run.root), other)}
+    assert compared["macro F1"] == [rows["macro F1"], "-"]
 
 
 def test_a_sweep_has_a_column_for_each(run: RunDir, tmp_path: Path) -> None:

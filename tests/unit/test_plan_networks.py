@@ -74,6 +74,13 @@ def test_flops_are_those_of_what_is_trained() -> None:
     assert lora.time.flops == pytest.approx(whole.time.flops * 2 / 3, rel=0.02)
 
 
+@pytest.mark.usefixtures("made_up_traces")
+def test_zero_3_is_not_advised_for_4_bits() -> None:
+    words = "adapter=qlora zero=stage2_offload hardware.devices.a100_80g.memory_gib=2"
+    (_, advice) = planned([*LLAMA, *words.split(), "data.seq_len=4096"]).plan.memory_warnings
+    assert "The least memory has zero=stage2_offload" in advice
+
+
 MODEL = ["model=llama2_7b", "hardware=a800x2_n7", "precision=bf16", "data=file", "data.path=demo"]
 MODEL += ["model.config.num_hidden_layers=8"]
 

@@ -50,6 +50,7 @@ def traced_host_of(*overrides: str) -> HostStorage:
         ({"every_steps": 100, "keep": KeepConfig(every=300)}, 1000, (5, 6)),
         ({"every_steps": 100, "keep": KeepConfig(every=300)}, None, (None, None)),
         ({"every_steps": 600, "at_end": True}, 1000, (2, 2)),
+        ({"on_signal": True}, 1000, (1, 1)),
         ({"every_steps": 5000, "on_signal": True}, 1000, (1, 1)),
     ],
 )

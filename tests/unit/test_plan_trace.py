@@ -117,6 +117,8 @@ def test_adapters_and_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     found = traced(exp, precision="bf16")
     assert found.peak == pytest.approx(really(exp, monkeypatch, precision="bf16"), rel=0.01)
     assert 0 < found.num_trained < found.networks["policy"].num_parameters / 10
+    gradients = {one.index for one in found.events if one.kind == GRADIENT}
+    assert gradients == {i for i, one in enumerate(found.parameters) if one.trained}
 
 
 TASKS: dict[str, dict[str, Any]] = {

@@ -264,7 +264,7 @@ def test_a_sweep_is_drawn(browser: Browser, tmp_path: Path) -> None:
     assert browser.errors == []
 
 
-def test_many_numbers_of_a_key_are_put_together(tmp_path: Path) -> None:
+def test_many_numbers_of_a_key_are_put_together(browser: Browser, tmp_path: Path) -> None:
     directory = sweepdirs.grid(tmp_path / "sweep", batches=tuple(range(1, 13)))
     content = sweep_page(load_sweep(directory), link=lambda trial: "")
     ((kind, trials),) = content["sections"]["Settings and metrics"][0].items()
@@ -274,8 +274,20 @@ def test_many_numbers_of_a_key_are_put_together(tmp_path: Path) -> None:
     assert (zero["name"], batch["name"]) == ("zero", "batch.micro_batch")
     assert (len(batch["values"]), len(batch["labels"]), max(batch["groups"])) == (12, 6, 5)
     assert batch["labels"][0] == "1 to 2"
-    alone = sweepdirs.rates(tmp_path / "rates")
-    assert "Settings and metrics" not in sweep_page(load_sweep(alone), link=lambda _: "")["order"]
+    directory = sweepdirs.rates(tmp_path / "rates", tuple(f"{n}e-4" for n in range(1, 11)))
+    sweep = load_sweep(directory)
+    assert "Settings and metrics" not in sweep_page(sweep, link=lambda _: "")["order"]
+    # With a second key: ten of its combinations with a rate have dots, and no line each.
+    for trial in sweep.trials:
+        trial.overrides.append(f"seed={trial.index % 2}")
+    _, shown = sweep_page(sweep, link=lambda _: "")["sections"]["Objective"]
+    kinds = [chart["series"][0]["kind"] for chart in shown["charts"]]
+    assert kinds == ["line dots", "dots"]
+    write_report(sweep, directory)
+    browser.open((directory / "sweep.html").as_uri(), width=PHONE)
+    browser.wait("document.querySelectorAll('canvas').length == 3")
+    assert browser.evaluate(GEOMETRY)["page"] == PHONE
+    assert browser.errors == []
 
 
 def test_nothing_that_a_run_contains_is_run(browser: Browser, tmp_path: Path) -> None:

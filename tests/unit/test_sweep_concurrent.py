@@ -136,7 +136,9 @@ def test_a_sweep_that_goes_on_knows_what_did_not_fit(
         assert journal.trials[2].cause.startswith("trial 1 ran out of memory and needs no more")
     assert journal.trials[1].slots == "localhost:0,1"
     assert hardware_of(journal, 0)["hosts"][0]["slots"] == 2
-    assert read_observations(learned_file())
+    shown = len(read_observations(learned_file()))
+    assert main(["-m", "seed=1,2", *SMALL]) == 0  # without slots of their own
+    assert len(read_observations(learned_file())) == shown + 2 > 2
 
 
 def test_one_that_dies_disturbs_no_other(here: Path, capsys) -> None:

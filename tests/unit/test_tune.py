@@ -273,6 +273,12 @@ def test_one_that_fails_is_no_rival(rates: Rates) -> None:
     assert outcomes(only_sweep())[2:4] == ["crash", "ok"]
 
 
+def test_a_run_that_is_shorter_than_the_first_rung_is_trained_whole(rates: Rates) -> None:
+    assert main(["tune", *LOSS, "sweep.halving=100", "optim.lr=1e-4,3e-4"]) == 0
+    assert rates.ran == [("1e-4", 100), ("3e-4", 100)]
+    assert outcomes(only_sweep()) == ["ok", "ok"]
+
+
 def test_rungs() -> None:
     rungs = Halving(Sweep(Path()), 10, 2)
     assert [rungs.step(rung) for rung in range(4)] == [10, 20, 40, 80]
