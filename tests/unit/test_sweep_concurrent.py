@@ -137,7 +137,7 @@ def test_a_sweep_that_goes_on_knows_what_did_not_fit(
     assert journal.trials[1].slots == "localhost:0,1"
     assert hardware_of(journal, 0)["hosts"][0]["slots"] == 2
     shown = len(read_observations(learned_file()))
-    assert main(["-m", "seed=1,2", *SMALL]) == 0  # without slots of their own
+    assert main(["-m", "optim.lr=1e-3,2e-3", *SMALL]) == 0  # without slots of their own
     assert len(read_observations(learned_file())) == shown + 2 > 2
 
 
