@@ -275,7 +275,8 @@ def _partitioned(optimizer: Any, names: dict[int, str]) -> tuple[list[Owner], li
     flats = (
         optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
     )
-    owners, pieces = [], []
+    owners: list[Owner] = []
+    pieces: list[Piece] = []
     for number, (group, flat) in enumerate(zip(groups, flats, strict=True)):
         owners.append(Owner(flat, optimizer.optimizer))
         if getattr(optimizer, "round_robin_gradients", False):
