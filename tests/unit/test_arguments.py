@@ -141,6 +141,7 @@ def test_an_experiment_file(tmp_path) -> None:
         ("launch: {slurm: {time_limit: 1:30:00}}", "1:30:00"),
         ("name: a\nlaunch.slurm.partition: 007", "007"),
         ("model: {revision: 1.10}", "1.10"),
+        ("model: {revision: 7e10}", "7e10"),
         ("tracking: {tags: [a, 1_000]}", "1_000"),
         ("data: {label_names: {0x10: a}}", "0x10"),
     ],

@@ -179,6 +179,7 @@ def test_mistakes_say_what_to_type(run: RunDir, piped: Any, tmp_path: Path) -> N
         ([tmp_path / "none"], "no such directory"),
         (["Qwen/Qwen3-0.6B"], "hf download Qwen/Qwen3-0.6B --local-dir DIR"),
         ([run.root.parent], "Runs in it: talker"),
+        ([run.root, "--model", tmp_path], "there is no config.json in it. Give the directory"),
     ):
         assert problem in piped("", *words, code=2)[1]
 
@@ -191,6 +192,7 @@ def test_a_model_that_writes_no_text_is_refused(piped: Any, tmp_path: Path) -> N
     for network in (
         transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES)),
         transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
+        transformers.BertModel(transformers.BertConfig(**SIZES)),
     ):
         name = type(network).__name__
         network.save_pretrained(tmp_path / name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -12,7 +13,7 @@ from llmx.__main__ import main
 from llmx.config import to_dict
 from llmx.config.groups import CONF, GROUPS, options
 from llmx.errors import ConfigError
-from tests.composing import composed, planned
+from tests.composing import composed, planned, sized
 from tests.rundirs import TINY_LLAMA
 
 # What an option needs beside it to make a possible run.
@@ -58,8 +59,8 @@ ALONE = [
     if group not in ("tracking", "checkpoint") and (group, name) != ("launch", "external")
 ]
 BESIDE = [
-    [("tracking", name), ("checkpoint", list(options("checkpoint"))[number % 3])]
-    for number, name in enumerate(options("tracking"))
+    [("tracking", name), ("checkpoint", checkpoint)]
+    for name, checkpoint in zip(options("tracking"), itertools.cycle(options("checkpoint")))
 ]
 
 
@@ -127,8 +128,10 @@ def test_a_recipe_needs_what_its_comment_says() -> None:
     fitting = planned(["experiment=llama2_7b_fincorpus", *variant])
     assert all(part.fits for part in fitting.plan.memory)
     assert fitting.plan.batch.tokens_per_step == llama.plan.batch.tokens_per_step
-    for name in ("megatron_bert_3_9b", "opt_1_3b_sft"):
-        assert all(part.fits for part in planned([f"experiment={name}"]).plan.memory), name
+    bert, opt = planned(["experiment=megatron_bert_3_9b"]), planned(["experiment=opt_1_3b_sft"])
+    assert all(part.fits for part in (*bert.plan.memory, *opt.plan.memory))
+    assert 3.8e9 < bert.plan.num_parameters < 3.9e9
+    assert bert.plan.batch.micro_batches == (16,) * 14
 
 
 def test_recipes_are_those_of_their_sources() -> None:
@@ -140,13 +143,17 @@ def test_recipes_are_those_of_their_sources() -> None:
         optim = composed([f"experiment={name}"]).experiment.optim
         schedule = (optim.schedule, optim.min_lr_ratio, optim.decay_end_fraction)
         assert ((optim.lr, optim.weight_decay, optim.betas), schedule) == source, name
-    small = composed(["experiment=llama_1_7b_pretrain"])
+    assert composed(["experiment=llama2_7b_fincorpus"]).experiment.task.epochs == 1
+    small = sized(["experiment=llama_1_7b_pretrain"])
+    assert 1.6e9 < small.plan.num_parameters < 1.9e9
+    assert small.experiment.optim.warmup_fraction == 0.03
     assert abs(small.plan.batch.tokens_per_step - 2_097_152) / 2_097_152 < 0.03
     opt = composed(["experiment=opt_1_3b_sft"])
     assert (opt.plan.batch.micro_batches, opt.plan.batch.accumulation) == ((8, 8, 8, 8), 1)
     exp = opt.experiment
     assert (exp.task.epochs, exp.data.seq_len, exp.optim.warmup_steps) == (2, 512, 0)
-    assert exp.data.sources[0].path == "Dahoas/rm-static"
+    data = exp.data
+    assert (data.sources[0].path, data.columns) == ("Dahoas/rm-static", {"response": "chosen"})
 
 
 def test_unequal_slots_are_refused_for_slurm(tmp_path) -> None:

@@ -75,6 +75,7 @@ def test_every_problem_is_listed_at_once() -> None:
         ("model__config", {"a": float("nan")}, "model.config.a=nan: must be a finite number."),
         ("model", "tiny", "model=tiny: must be a mapping with the keys name, kind"),
         ("name", ["a"], "name=[a]: must be text"),
+        ("launch__env", {"a": 0.5}, "launch.env.a=0.5: must be text"),
         ("launch__env", {True: "a"}, "launch.env: the name true must be text. Quote it."),
         ("name", "a\nb", r"name='a\nb': must be text on one line, without control characters"),
         ("name", "\ud800", r"name='\ud800': must be valid Unicode text"),

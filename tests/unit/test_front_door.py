@@ -231,7 +231,12 @@ def test_a_plan_in_a_directory_of_the_users_removes_nothing(llmx, tmp_path) -> N
 
 
 def test_names_are_not_looked_up_in_a_network_that_cannot_be_built(llmx) -> None:
-    for word, adapter in (("vocab_size=many", "lora"), ("hidden_size=0", "qlora")):
+    words = (
+        ("vocab_size=many", "lora"),
+        ("hidden_size=0", "qlora"),
+        ("num_attention_heads=0", "lora"),
+    )
+    for word, adapter in words:
         code, _, said = llmx("plan", "hardware=cpu2", f"model.config.{word}", f"adapter={adapter}")
         assert code == 2
         assert f"model.config.{word}: must be a whole number" in said

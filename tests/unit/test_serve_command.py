@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from llmx.cli.main import run_here
 from llmx.cli.serve import LORA_RANKS, printed, vllm_command
 from llmx.cli.target import find_target
 from llmx.errors import ConfigError
@@ -123,3 +124,9 @@ def test_it_is_printed_and_becomes_vllm_where_that_is(run: RunDir, tmp_path: Pat
     assert found.returncode == 7
     wanted = [*words(run.root)[1:], "--host", "127.0.0.1", "--port", "8001"]
     assert found.stdout.splitlines()[-len(wanted) :] == [f"<{word}>" for word in wanted]
+
+
+def test_a_classifier_is_refused(tmp_path: Path, capsys: Any) -> None:
+    model = write_model(tmp_path / "judge", architectures=["LlamaForSequenceClassification"])
+    assert run_here("serve", [str(model)]) == 2
+    assert "which generates no text" in capsys.readouterr().err

@@ -284,6 +284,12 @@ def test_the_table_is_sorted_and_shows_what_is_chosen(browser: Browser, server: 
     before = browser.evaluate(losses)
     browser.evaluate(click)
     browser.wait(f"JSON.stringify({losses}) != {json.dumps(json.dumps(before))}")
+    browser.evaluate(
+        "(() => { const filter = document.querySelector('input[type=search]');"
+        " filter.value = 'rates lr-1e-4'; filter.dispatchEvent(new Event('input')); })()"
+    )
+    browser.wait("document.querySelectorAll('tr.run').length == 1")
+    browser.evaluate("options.filter = ''; render()")
     box = "[...document.querySelectorAll('details label')].find(l => l.innerText.includes('hosts'))"
     browser.evaluate("document.querySelector('.controls details').open = true")
     browser.evaluate(f"{box}.querySelector('input').click()")
