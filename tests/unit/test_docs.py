@@ -25,19 +25,17 @@ from llmx.__main__ import main
 from llmx.cli import sweeps
 from llmx.cli.commands import COMMANDS
 from llmx.cli.help import ENVIRONMENT
+from llmx.cli.hydra_app import composed, composed_for
 from llmx.cli.words import parse, split_command
-from llmx.compose.complete import complete
-from llmx.config import OptimConfig, experiment_from_dict
+from llmx.compose.complete import complete, plan_experiment
+from llmx.config import OptimConfig
 from llmx.config.groups import CONF, GROUPS, options
-from llmx.config.model_rules import position_limit
 from llmx.config.reference import keys, sections
-from llmx.config.validate import validate
 from llmx.data.source.files import DEMO_DIRECTORY
 from llmx.run.sweepdir import load
 from llmx.sweep.best import write_best
 from llmx.train.schedule import lr_at
 from tests import sweepdirs
-from tests.composing import composed, values
 from tests.rundirs import TINY_LLAMA
 
 pytestmark = pytest.mark.long
@@ -208,11 +206,11 @@ def test_the_command_works(page: str, words: tuple[str, ...], here: Path, capsys
         several = any(re.match(rf"({'|'.join(GROUPS)})=.*,", word) for word in rest)
         pairs = all(re.match(r"[^-].*=", word) for word in rest)
         if command in ("train", "plan") and pairs and not several:
-            assert composed([*rest, *gpus]).plan.world_size
+            is_planned([*rest, *gpus])
         else:
             assert main([*typed, *gpus, "dry_run=true"]) == 0, capsys.readouterr().err
     elif COMMANDS[command].own_process and COMMANDS[command].overrides:
-        composes([*parse(command, rest).overrides], trains=COMMANDS[command].trains)
+        composed_for(command, parse(command, rest))
     elif command in ("help", "completion"):
         assert main(typed) == 0
     elif command in ("resume", "reproduce") and rest:  # else only its name is said
@@ -226,12 +224,10 @@ def test_the_command_works(page: str, words: tuple[str, ...], here: Path, capsys
         assert given <= flags | {"--config-dir", "--help"}, page
 
 
-def composes(overrides: list[str], *, trains: bool = True) -> None:
-    """They make a config without a problem, and one that can be trained."""
-    exp, problems = complete(experiment_from_dict(values(overrides)))
-    assert not problems, problems
-    if trains:
-        validate(exp, position_limit=position_limit(exp.model.config))
+def is_planned(words: list[str]) -> None:
+    """Checked, composed and planned as a training is, without a run directory."""
+    exp, _, _ = composed(parse("train", words))
+    assert plan_experiment(*complete(exp)).plan.world_size
 
 
 @pytest.mark.parametrize(("page", "words"), MANY, ids=map(name, MANY))
@@ -261,7 +257,7 @@ def test_the_first_of_many_trials_composes(
         for each in overrides
     ]
     assert first != [each.input_line for each in overrides] or words[0] == "tune"
-    composes(first)
+    is_planned([word for word in first if not word.startswith("sweep.")])  # read by a sweep alone
 
 
 def test_links_go_somewhere() -> None:
