@@ -383,16 +383,15 @@ class Task:
         return means
 
     completes: ClassVar[bool] = False
-    """Whether prompts are completed before and after training: by default
-    ``held_out_prompts``."""
+    """Whether prompts are completed before and after training."""
 
     def eval_prompts(self) -> list[EvalPrompt]:
-        """Prompts to complete before and after training; none of a task that does not complete."""
-        return self.held_out_prompts if self.completes else []
+        """Prompts to complete before and after training: those of the first ``task.eval_generate``
+        held-out conversations; none of a task that does not complete."""
+        return self._held_out_prompts if self.completes else []
 
     @cached_property
-    def held_out_prompts(self) -> list[EvalPrompt]:
-        """Prompts of the first ``task.eval_generate`` held-out conversations."""
+    def _held_out_prompts(self) -> list[EvalPrompt]:
         from llmx.data import held_out_prompts
 
         return held_out_prompts(

@@ -104,7 +104,7 @@ def test_completions_of_a_task_that_makes_none_are_a_warning(monkeypatch) -> Non
     ]
     assert not warnings("experiment=demo", "task=pretrain")
     assert not warnings(*own, "task=sft", "task.eval_generate=8")
-    monkeypatch.setattr(Pretrain, "eval_prompts", lambda self: self.held_out_prompts)
+    monkeypatch.setattr(Pretrain, "eval_prompts", lambda self: [])
     assert not warnings(*own, "task=pretrain", "task.eval_generate=8")
 
 
