@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -118,10 +118,15 @@ class Options(RolloutOptions):
             )
 
 
+Columns = dict[str, Sequence[float] | np.ndarray]
+"""Values of each drawn token of a sample, by the name of their column."""
+
+
 @dataclass(frozen=True)
 class Drawn:
     """A sample of a prompt: a completion, or several and what an environment has written between
-    them. Cut where it would exceed ``data.seq_len``."""
+    them, with its rewards and what it is trained with. Cut where it would exceed
+    ``data.seq_len``."""
 
     prompt: Prompt
     tokens: tuple[int, ...] = ()
@@ -136,8 +141,18 @@ class Drawn:
     turns: int = 0
     age: int = 0
     """Updates that the weights which drew it are behind (``rollout.max_staleness``)."""
-    reward: float = 0.0
+    of_environment: float = 0.0
     """Reward of the environment; NaN where it failed."""
+    rewards: Sequence[float] = ()
+    """All rewards; NaN where there is none."""
+    total: float = np.nan
+    """Their weighted sum, and what the KL divergence takes from it; NaN where one failed."""
+    columns: Columns = field(default_factory=dict)
+    """Values that its tokens are trained with."""
+    advantage: float = 0.0
+    """Mean advantage of its tokens, for a reader; where all have the same, also for the loss."""
+    is_trained: bool = True
+    """False: none of its tokens is a target."""
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -151,27 +166,8 @@ class Drawn:
         return Sample(ids, targets, np.zeros(1, np.int64))
 
 
-@dataclass(frozen=True)
-class Group:
-    """The completions of a prompt, and their rewards."""
-
-    drawn: list[Drawn]
-    rewards: np.ndarray
-    """fp64 [completions, rewards]; NaN where there is none."""
-    totals: np.ndarray
-    """fp64 [completions], their weighted sums; NaN where one failed."""
-
-
-@dataclass(frozen=True)
-class Signal:
-    """Values that a completion is trained with, beside its tokens."""
-
-    by_token: Mapping[str, Sequence[float] | np.ndarray]
-    """Values of each of its tokens, by the name of their column."""
-    advantage: float
-    """Mean advantage of its tokens, for a reader; where all have the same, also for the loss."""
-    is_trained: bool = True
-    """False: none of its tokens is a target."""
+Group = list[Drawn]
+"""The samples of a prompt."""
 
 
 class Grpo(OnlineTask):
@@ -285,7 +281,7 @@ class Grpo(OnlineTask):
         return rewards
 
     token_columns: ClassVar[tuple[str, ...]] = ()
-    """Further columns of a ``Signal`` by token."""
+    """Further columns by token of a sample."""
 
     @property
     def _normaliser(self) -> Normaliser:
@@ -349,42 +345,30 @@ class Grpo(OnlineTask):
         size = self.options.group_size
         groups = self._groups(models, prompts, key.of)
         left_out = self._replace(models, groups, key)
-        drawn = [sample for group in groups for sample in group.drawn]
-        rewards = np.concatenate([group.rewards for group in groups])
-        totals = np.concatenate([group.totals for group in groups])
-        totals, signals = self._signals(models, drawn, totals)
+        drawn = self._with_signals(models, [sample for group in groups for sample in group])
         if key.step % (self.exp.task.log_every_steps or 10) == 0:
-            self._log_sample(drawn[0], rewards[0], totals[0], step=key.step)
-        prompt_texts = [self.decode(list(group.drawn[0].prompt.tokens)) for group in groups]
+            self._log_sample(drawn[0], step=key.step)
+        prompt_texts = [self.decode(list(group[0].prompt.tokens)) for group in groups]
         self.generated = [
-            self._generated(prompt_texts[at // size], *parts)
-            for at, parts in enumerate(zip(drawn, rewards, totals, signals, strict=True))
+            self._generated(prompt_texts[at // size], sample) for at, sample in enumerate(drawn)
         ]
-        measures, measured = self._measures_with(left_out, drawn, rewards, totals)
+        measures, measured = self._measures_with(left_out, drawn)
         means = dict(zip(self._measures, measures.sum(0) / measured.sum(0).clip(1), strict=True))
         for warning in self._collapse.see(
-            no_signal=means.get("no_signal", float(_are_equal(_spread(totals)))),
+            no_signal=means.get("no_signal", float(_are_equal(_spread(_totals_of(drawn))))),
             reward=means["reward"],
             tokens=means["completion_tokens"],
         ):
             _log(f"WARNING: step {key.step + 1}: {warning}")
-        examples = [
-            self._example(*parts) for parts in zip(drawn, signals, measures, measured, strict=True)
-        ]
+        examples = list(map(self._example, drawn, measures, measured))
         return [examples[at : at + size] for at in range(0, len(examples), size)]
 
-    def _signals(
-        self, models: Models, drawn: Sequence[Drawn], totals: np.ndarray
-    ) -> tuple[np.ndarray, list[Signal]]:
-        """The rewards of the completions, with what the KL divergence takes from them, and what
-        each is trained with. Collective.
-
-        Args:
-            totals: fp64 [completions], their weighted rewards; NaN where one failed.
-        """
+    def _with_signals(self, models: Models, drawn: Sequence[Drawn]) -> list[Drawn]:
+        """The samples with what they are trained with; their totals with what the KL divergence
+        takes from them. Collective."""
         import torch
 
-        options, columns = self.options, self._logps(models, drawn)
+        options, columns, totals = self.options, self._logps(models, drawn), _totals_of(drawn)
         if options.beta and options.kl_in == "reward":
             differences = (
                 torch.tensor(column["old_logp"]) - torch.tensor(column["reference_logp"])
@@ -393,19 +377,23 @@ class Grpo(OnlineTask):
             kl = [float(kl_estimate(options.kl, values).sum()) for values in differences]
             totals = totals - options.beta * np.array(kl)
         advantages, _ = group_advantages(options.advantage, totals.reshape(-1, options.group_size))
-        return totals, [
-            Signal(column, float(advantage), self._is_trained(sample))
-            for column, advantage, sample in zip(columns, advantages.ravel(), drawn, strict=True)
+        return [
+            replace(
+                sample,
+                total=float(total),
+                columns=column,
+                advantage=float(advantage),
+                is_trained=self._is_trained(sample),
+            )
+            for sample, total, column, advantage in zip(
+                drawn, totals, columns, advantages.ravel(), strict=True
+            )
         ]
 
-    def _logps(
-        self, models: Models, drawn: Sequence[Drawn]
-    ) -> list[dict[str, Sequence[float] | np.ndarray]]:
+    def _logps(self, models: Models, drawn: Sequence[Drawn]) -> list[Columns]:
         """The columns with the log-probabilities of each completion: under the policy, and under
         the reference where there is one. Collective."""
-        columns: list[dict[str, Sequence[float] | np.ndarray]] = [
-            {"old_logp": sample.logps} for sample in drawn
-        ]
+        columns: list[Columns] = [{"old_logp": sample.logps} for sample in drawn]
         if self.options.beta:
             references = self._over_ranks(models["reference"], drawn, self._reference_logps)
             for column, logps in zip(columns, references, strict=True):
@@ -430,11 +418,8 @@ class Grpo(OnlineTask):
         ]
         if self.options.environment:
             drawn = self._play(models, drawn, seeds)
-        rewards, totals = self._scores(models, drawn)
-        return [
-            Group(drawn[at : at + size], rewards[at : at + size], totals[at : at + size])
-            for at in range(0, len(drawn), size)
-        ]
+        drawn = self._rewarded(models, drawn)
+        return [drawn[at : at + size] for at in range(0, len(drawn), size)]
 
     def _sample(
         self,
@@ -475,7 +460,9 @@ class Grpo(OnlineTask):
                 ended = not answer.tokens
                 samples[place] = replace(
                     sample,
-                    reward=np.nan if answer.problem else sample.reward + answer.reward,
+                    of_environment=(
+                        np.nan if answer.problem else sample.of_environment + answer.reward
+                    ),
                     truncated=sample.truncated or (cut and not ended),
                 )
                 if not (cut or ended):
@@ -518,7 +505,7 @@ class Grpo(OnlineTask):
         return left_out
 
     def _has_signal(self, group: Group) -> bool:
-        return not _are_equal(_spread(group.totals))
+        return not _are_equal(_spread(_totals_of(group)))
 
     def _extended(
         self, sample: Drawn, completion: Completion, *, observed: Sequence[int] = ()
@@ -553,18 +540,21 @@ class Grpo(OnlineTask):
             for prompt, reference in (texts[id(sample.prompt)],)
         ]
 
-    def _scores(self, models: Models, drawn: Sequence[Drawn]) -> tuple[np.ndarray, np.ndarray]:
-        """fp64 [samples, rewards], NaN where there is none; and fp64 [samples], their weighted
-        sums, NaN where one failed."""
+    def _rewarded(self, models: Models, drawn: Sequence[Drawn]) -> list[Drawn]:
+        """The samples with their rewards. Collective."""
         scores, failed = self._values(self._scored(drawn))
         if self.options.environment:
-            of_environment = np.array([sample.reward for sample in drawn])
+            of_environment = np.array([sample.of_environment for sample in drawn])
             scores = np.column_stack([scores, of_environment])
             failed |= np.isnan(of_environment)
         if self.options.reward_model:
             model_scores = self._over_ranks(models[REWARD_MODEL], drawn, _sequence_scores)
             scores = np.column_stack([scores, np.array(model_scores)])
-        return scores, _totals(scores, [*self._rewards.values()], failed)
+        totals = _totals(scores, [*self._rewards.values()], failed)
+        return [
+            replace(sample, rewards=rewards, total=float(total))
+            for sample, rewards, total in zip(drawn, scores.tolist(), totals, strict=True)
+        ]
 
     def _values(self, rows: Sequence[Scored]) -> tuple[np.ndarray, np.ndarray]:
         """fp64 [rows, functions], NaN where there is no value; and bool [rows], where one
@@ -643,32 +633,27 @@ class Grpo(OnlineTask):
         return logps, entropy
 
     def _measures_with(
-        self,
-        left_out: Sequence[Group],
-        drawn: Sequence[Drawn],
-        rewards: np.ndarray,
-        totals: np.ndarray,
+        self, left_out: Sequence[Group], drawn: Sequence[Drawn]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Summands of each sample in the step's measures, and in their weights; the first
         one also what the groups add that are left out."""
-        values = self._measured(drawn, rewards, totals)
+        values = self._measured(drawn)
         measures, measured = np.nan_to_num(values), (~np.isnan(values)).astype(np.float64)
         for group in left_out:
-            values = self._measured(group.drawn, group.rewards, group.totals)
+            values = self._measured(group)
             counts = (~np.isnan(values)).sum(0)
             counts[self._measures.index(GROUPS_DRAWN)] = 0  # a ratio to those that are trained
             measures[0] += np.nan_to_num(values).sum(0)
             measured[0] += counts
         return measures, measured
 
-    def _measured(
-        self, drawn: Sequence[Drawn], rewards: np.ndarray, totals: np.ndarray
-    ) -> np.ndarray:
+    def _measured(self, drawn: Sequence[Drawn]) -> np.ndarray:
         """fp64 [samples, measures], of whole groups; NaN where there is no value."""
-        size = self.options.group_size
+        size, totals = self.options.group_size, _totals_of(drawn)
+        rewards = zip(*(sample.rewards for sample in drawn), strict=True)
         spread = np.repeat([_spread(group) for group in totals.reshape(-1, size)], size)
         values = {
-            **dict(zip(map(_metric, self._rewards), rewards.T, strict=True)),
+            **dict(zip(map(_metric, self._rewards), rewards, strict=True)),
             "reward": totals,
             "reward_std": spread,
             "reward_failed": np.isnan(totals),
@@ -682,13 +667,7 @@ class Grpo(OnlineTask):
         columns = [np.asarray(values[name], np.float64) for name in self._measures]
         return np.stack(columns, axis=1)
 
-    def _example(
-        self,
-        drawn: Drawn,
-        signal: Signal,
-        measures: np.ndarray,
-        measured: np.ndarray,
-    ) -> Example:
+    def _example(self, drawn: Drawn, measures: np.ndarray, measured: np.ndarray) -> Example:
         sample = drawn.sample()
 
         def by_token(values: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -699,34 +678,31 @@ class Grpo(OnlineTask):
         return Example.of(
             Tokens(
                 sample.tokens.tolist(),
-                weight=by_token([float(signal.is_trained)] * len(drawn.logps)),
-                columns={name: by_token(values) for name, values in signal.by_token.items()},
+                weight=by_token([float(drawn.is_trained)] * len(drawn.logps)),
+                columns={name: by_token(values) for name, values in drawn.columns.items()},
             ),
-            advantage=signal.advantage,
+            advantage=drawn.advantage,
             measures=measures,
             measured=measured,
         )
 
-    def _generated(
-        self, prompt: str, drawn: Drawn, rewards: np.ndarray, total: float, signal: Signal
-    ) -> GeneratedSample:
-        values = dict(zip([*self._rewards, "reward"], [*rewards, total], strict=True))
+    def _generated(self, prompt: str, drawn: Drawn) -> GeneratedSample:
+        values = {**dict(zip(self._rewards, drawn.rewards, strict=True)), "reward": drawn.total}
         # Turns are told apart by their special tokens.
         text = drawn.text if drawn.turns == 1 else str(self.tokenizer.decode(drawn.tokens))
         return GeneratedSample(
             prompt,
             text,
-            {name: None if np.isnan(value) else float(value) for name, value in values.items()},
-            signal.advantage,
+            {name: None if np.isnan(value) else value for name, value in values.items()},
+            drawn.advantage,
         )
 
-    def _log_sample(self, drawn: Drawn, rewards: np.ndarray, total: float, *, step: int) -> None:
-        parts = ", ".join(
-            f"{name} {reward:.3g}" for name, reward in zip(self._rewards, rewards, strict=True)
-        )
+    def _log_sample(self, drawn: Drawn, *, step: int) -> None:
+        rewards = zip(self._rewards, drawn.rewards, strict=True)
+        parts = ", ".join(f"{name} {reward:.3g}" for name, reward in rewards)
         text = re.sub(r"\s+", " ", drawn.text)
         excerpt = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-        _log(f"a sample of step {step + 1}: reward {total:.3g} ({parts}): {excerpt}")
+        _log(f"a sample of step {step + 1}: reward {drawn.total:.3g} ({parts}): {excerpt}")
 
     def loss(self, models: Models, batch: Batch) -> Loss:
         from llmx.models.loss import to_device
@@ -864,6 +840,10 @@ def _totals(rewards: np.ndarray, weights: Sequence[float], failed: np.ndarray) -
     totals: np.ndarray = np.nansum(rewards * np.array(weights), axis=1)
     totals[failed | np.isnan(rewards).all(axis=1)] = np.nan
     return totals
+
+
+def _totals_of(drawn: Sequence[Drawn]) -> np.ndarray:
+    return np.array([sample.total for sample in drawn])
 
 
 def _spread(totals: np.ndarray) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +23,7 @@ from llmx.config.fields import model_source, number
 from llmx.config.tasks import TaskDefaults
 from llmx.run.metrics import Metric
 from llmx.tasks.base import Loss, Normaliser
-from llmx.tasks.grpo import Drawn, Group, Grpo, Signal, by_sequence
+from llmx.tasks.grpo import Drawn, Group, Grpo, by_sequence
 from llmx.tasks.online import RolloutKey
 from llmx.tasks.policy_loss import (
     clipped_gains,
@@ -107,24 +107,19 @@ class Ppo(Grpo):
         """No group is without a signal: advantages are those of tokens."""
         return []
 
-    def _signals(
-        self, models: Models, drawn: Sequence[Drawn], totals: np.ndarray
-    ) -> tuple[np.ndarray, list[Signal]]:
+    def _with_signals(self, models: Models, drawn: Sequence[Drawn]) -> list[Drawn]:
         """Advantages and returns of each token. The reward is that of the last token; each has
-        the KL divergence taken from it. ``totals`` stay what the completions are rewarded with."""
+        the KL divergence taken from it. Totals stay what the completions are rewarded with."""
         options, columns = self.options, self._logps(models, drawn)
-        are_trained = [
-            self._is_trained(sample) and not np.isnan(total)
-            for sample, total in zip(drawn, totals, strict=True)
-        ]
+        are_trained = [self._is_trained(sample) and not np.isnan(sample.total) for sample in drawn]
         all_values = self._over_ranks(models["value"], drawn, self._values_of)
         advantages = []
-        for column, values, total in zip(columns, all_values, np.nan_to_num(totals), strict=True):
+        for sample, column, values in zip(drawn, columns, all_values, strict=True):
             rewards = np.zeros(len(values))
             if options.beta:
                 difference = np.subtract(column["old_logp"], column["reference_logp"])
                 rewards -= options.beta * difference
-            rewards[-1:] += total
+            rewards[-1:] += np.nan_to_num(sample.total)
             advantages.append(
                 estimated_advantages(
                     rewards, values, gamma=options.gamma, gae_lambda=options.gae_lambda
@@ -135,12 +130,16 @@ class Ppo(Grpo):
             part for part, is_trained in zip(advantages, are_trained, strict=True) if is_trained
         ]
         of_trained = iter(whitened(trained))
-        signals = []
-        for column, raw, is_trained in zip(columns, advantages, are_trained, strict=True):
+        with_signals = []
+        for sample, column, raw, is_trained in zip(
+            drawn, columns, advantages, are_trained, strict=True
+        ):
             column["token_advantage"] = next(of_trained) if is_trained else np.zeros(len(raw))
             mean_advantage = float(np.sum(column["token_advantage"])) / max(1, len(raw))
-            signals.append(Signal(column, mean_advantage, is_trained))
-        return totals, signals
+            with_signals.append(
+                replace(sample, columns=column, advantage=mean_advantage, is_trained=is_trained)
+            )
+        return with_signals
 
     def _values_of(self, model: Model, batch: Batch) -> list[np.ndarray]:
         """fp64 [tokens] of each sequence."""

@@ -314,8 +314,10 @@ def test_groups_without_a_signal_are_replaced(tries: int, monkeypatch: pytest.Mo
     # Measured is all that was drawn.
     means = means_of(own, own.loss(models, batch_of(own, samples_of(own, after))))
     assert means["groups_drawn"] == pytest.approx(len(drawn) / 3)
-    assert means["reward"] == pytest.approx(np.mean([group.rewards for group in drawn]))
-    silent = sum(len({*group.rewards.ravel()}) == 1 for group in drawn)
+    assert means["reward"] == pytest.approx(
+        np.mean([each.total for group in drawn for each in group])
+    )
+    silent = sum(len({each.total for each in group}) == 1 for group in drawn)
     assert means["no_signal"] == pytest.approx(silent / len(drawn))
 
 
