@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from llmx import data
@@ -34,22 +33,23 @@ MEMBERS: dict[type[Task], tuple[str, ...]] = {
     JointTask: ("outputs", "joint_loss", "joint"),
 }
 """Members that only this kind of task is asked for."""
-NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
-def task_class(kind: str, options: Mapping[str, Any] = NO_OPTIONS) -> type[Task]:
-    """The class that ``task.kind`` names, with these options: a task of llmx, or
-    ``package.module:Class``.
+def task_class(kind: str, options: Mapping[str, Any] | None = None) -> type[Task]:
+    """The class that ``task.kind`` names, with these options: a task of llmx, whose class has the
+    name of its file, or ``package.module:Class``.
 
     Raises:
         ConfigError: it cannot be imported here, is no ``Task``, or is not the kind of task that
             its members are for.
     """
     if kind in shipped_tasks():
-        return _shipped(kind).variant(options)
-    module, _, name = kind.partition(":")
+        module = importlib.import_module(f"{__name__}.{kind}")
+        shipped: type[Task] = getattr(module, kind.capitalize())
+        return shipped.variant(options or {})
+    path, _, name = kind.partition(":")
     try:
-        names = vars(importlib.import_module(module))
+        names = vars(importlib.import_module(path))
     except ImportError as error:
         raise ConfigError(
             f"cannot import task.kind={kind} on this host: {error}. Install its package here or "
@@ -70,26 +70,11 @@ def task_class(kind: str, options: Mapping[str, Any] = NO_OPTIONS) -> type[Task]
                 f"task.kind={kind}: {name} has config_problems, which nothing calls. Rename it to "
                 "problems(self); the experiment is self.exp."
             )
-        return task.variant(options)
+        return task.variant(options or {})
     near = did_you_mean(name, [key for key, value in names.items() if isinstance(value, type)])
     raise ConfigError(
-        f"task.kind={kind}: {module} has no class {name} that is a subclass of llmx.tasks.Task."
-        f"{near}"
+        f"task.kind={kind}: {path} has no class {name} that is a subclass of llmx.tasks.Task.{near}"
     )
-
-
-def _shipped(kind: str) -> type[Task]:
-    """The class in ``llmx/tasks/KIND.py`` that has the file's name: ``Sft``, ``MaskedLm``."""
-    module = importlib.import_module(f"{__name__}.{kind}")
-    name = kind.replace("_", "")
-    classes: list[type[Task]] = [
-        candidate
-        for candidate in vars(module).values()
-        if isinstance(candidate, type)
-        and issubclass(candidate, Task)
-        and candidate.__name__.lower() == name
-    ]
-    return classes[0]
 
 
 def tokenizer_of(exp: Experiment) -> Any:
