@@ -101,7 +101,7 @@ class Observations:
         for role in ROLES:
             messages = [Message(role, "a")]
             try:
-                short, long = (self._tokens(messages, num_turns=number) for number in (1, 2))
+                short, long = (self.tokens(messages, num_turns=number) for number in (1, 2))
             except LlmxError as error:
                 raise ConfigError(f"task.options.environment: {error}") from error
             if short != long:
@@ -111,12 +111,9 @@ class Observations:
                     "tokens that continue a completion cannot be told. Set data.template=chatml."
                 )
 
-    def tokens(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Tokens from the end of an assistant's turn to the cue for the next one."""
-        return self._tokens(messages, num_turns=1)
-
-    def _tokens(self, messages: Sequence[Message], *, num_turns: int) -> tuple[int, ...]:
-        """``num_turns``: of the user and the assistant before the messages."""
+    def tokens(self, messages: Sequence[Message], *, num_turns: int = 1) -> tuple[int, ...]:
+        """Tokens from the end of an assistant's turn to the cue for the next one. ``num_turns``:
+        of the user and the assistant before the messages."""
         before = [Message("user", "q"), Message("assistant", "a")] * num_turns
         turns = (*before, *messages, Message("assistant", "b"))
         where = Where(Path("environment"), 1, "turn")
