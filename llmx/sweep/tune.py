@@ -115,11 +115,12 @@ def axes_of(base: Composed, typed: Axes, fixed: Sequence[str]) -> dict[str, list
     }
     if {"zero.stage", "zero.offload_optimizer"} & {*typed, *fixed}:
         del usual[ZERO]
-    axes = {key: list(dict.fromkeys(values)) for key, values in typed.items()}
-    axes |= {key: values for key, values in usual.items() if key not in (*typed, *fixed)}
-    if all(size.isdecimal() for size in axes.get(MICRO_BATCH, [])):
-        axes |= {key: sorted(axes[key], key=int) for key in axes if key == MICRO_BATCH}
-    return {key: axes[key] for key in (*(key for key in usual if key in axes), *axes)}
+    axes = {key: values for key, values in usual.items() if key in typed or key not in fixed}
+    axes |= {key: list(dict.fromkeys(values)) for key, values in typed.items()}
+    sizes = axes.get(MICRO_BATCH, [])
+    if all(size.isdecimal() for size in sizes):
+        sizes.sort(key=int)
+    return axes
 
 
 def plan_candidates(axes: Axes, compose: Compose, *, ram_gib: float) -> list[Candidate]:
