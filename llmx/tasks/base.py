@@ -126,6 +126,8 @@ class Gathered(Accumulator):
         return [np.concatenate(parts) for parts in zip(*self._parts, strict=True)]
 
 
+Measures = Mapping[str, Mean | Accumulator]
+"""What an evaluation has measured, by name."""
 NATS = "nats per target token"
 """The unit of cross entropy."""
 
@@ -371,9 +373,7 @@ class Task:
         """For ``normaliser = "batch"``: what a micro batch weighs, known before any forward."""
         raise NotImplementedError(f"{type(self).__name__}.weight")
 
-    def evaluate(
-        self, models: Models, batches: Iterable[Batch]
-    ) -> Mapping[str, Mean | Accumulator]:
+    def evaluate(self, models: Models, batches: Iterable[Batch]) -> Measures:
         """Measures of the held-out samples of this rank, by name; by default ``loss`` and its
         metrics. Brought together over ranks afterwards; an ``Accumulator`` has names of its own.
         Gradients are off, as dropout is."""

@@ -21,7 +21,7 @@ from llmx.config.fields import choice, number
 from llmx.data import Column, Document, Example, Labelled, Rejected, SampleStore
 from llmx.errors import ConfigError, DataError
 from llmx.run.metrics import Metric
-from llmx.tasks.base import Accumulator, Gathered, Loss, Mean, Task, add_loss, finite
+from llmx.tasks.base import Gathered, Loss, Mean, Measures, Task, add_loss, finite
 from llmx.tasks.class_metrics import Classes, Labels, Numbers
 from llmx.text import plural
 
@@ -310,9 +310,7 @@ class Classify(Task):
         loss, _ = self._computed(models, batch)
         return loss
 
-    def evaluate(
-        self, models: Models, batches: Iterable[Batch]
-    ) -> Mapping[str, Mean | Accumulator]:
+    def evaluate(self, models: Models, batches: Iterable[Batch]) -> Measures:
         """The loss, and what is measured over all examples together."""
         means = {"loss": Mean()}
         measured: Gathered = (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from llmx.tasks.base import Accumulator, Gathered, Mean, Normaliser, Task
+from llmx.tasks.base import Gathered, Measures, Normaliser, Task
 
 if TYPE_CHECKING:
     import torch
@@ -65,9 +65,7 @@ class JointTask(Task):
             values[name] = float(sums.double().sum()) / weight if weight else None
         return {**values, "weight": float(len(joint.losses))}
 
-    def evaluate(
-        self, models: Models, batches: Iterable[Batch]
-    ) -> Mapping[str, Mean | Accumulator]:
+    def evaluate(self, models: Models, batches: Iterable[Batch]) -> Measures:
         """``measured`` over all ranks."""
         columns = [column.name for column in self.columns if column.per != "token"]
         names = [name for name, metric in self.metrics.items() if "eval" in metric.kinds]

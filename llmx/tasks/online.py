@@ -10,7 +10,7 @@ from llmx.config import Experiment
 from llmx.config.fields import AUTO
 from llmx.data.examples import Column, Example
 from llmx.models.sampling import Sampling, sample_seed
-from llmx.tasks.base import Accumulator, Mean, Task
+from llmx.tasks.base import Measures, Task
 
 if TYPE_CHECKING:
     from llmx.models.model import Batch, Models
@@ -83,9 +83,7 @@ class OnlineTask(Task):
     def evaluates_loss(self) -> bool:
         return type(self).evaluate is not OnlineTask.evaluate
 
-    def evaluate(
-        self, models: Models, batches: Iterable[Batch]
-    ) -> Mapping[str, Mean | Accumulator]:
+    def evaluate(self, models: Models, batches: Iterable[Batch]) -> Measures:
         """Nothing: the data has prompts alone."""
         return {}
 
