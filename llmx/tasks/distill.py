@@ -29,7 +29,7 @@ from llmx.data.source.records import Document
 from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.run.metrics import Metric
-from llmx.tasks.base import NATS, Accumulator, Loss, Mean, Task
+from llmx.tasks.base import NATS, Loss, Measures, Task
 from llmx.tasks.online import (
     OnlineTask,
     Prompt,
@@ -218,7 +218,7 @@ class Distill(Task):
         """Terms of the loss with the stored outcomes of the teacher."""
         size = self._vocabulary
         student_logps = outcomes(logits[:, :size] / self.options.temperature, ids)
-        apart = self._divergence(student_logps, teacher_logps)
+        apart = divergence(student_logps, teacher_logps, self.options)
         return apart, *hard_terms(logits, targets, ids[:, 0], size=size)
 
     def _live_terms(
@@ -228,11 +228,8 @@ class Distill(Task):
         size = min(self._vocabulary, teacher_logits.shape[1])
         scaled = teacher_logits[:, :size].float() / self.options.temperature
         student_logps = (logits[:, :size] / self.options.temperature).log_softmax(-1)
-        apart = self._divergence(student_logps, scaled.log_softmax(-1))
+        apart = divergence(student_logps, scaled.log_softmax(-1), self.options)
         return apart, *hard_terms(logits, targets, scaled.argmax(-1), size=size)
-
-    def _divergence(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-        return divergence(student, teacher, kind=self.options.loss, beta=self.options.beta)
 
 
 class OnPolicyDistill(Distill, OnlineTask):
@@ -307,9 +304,7 @@ class OnPolicyDistill(Distill, OnlineTask):
             examples.append([Example.of(sequence, truncated=float(not is_whole))])
         return examples
 
-    def evaluate(
-        self, models: Models, batches: Iterable[Batch]
-    ) -> Mapping[str, Mean | Accumulator]:
+    def evaluate(self, models: Models, batches: Iterable[Batch]) -> Measures:
         """The loss of the answers in the data."""
         return Task.evaluate(self, models, batches)
 
@@ -352,16 +347,16 @@ def outcomes(scaled: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat([picked, remainder], dim=1)
 
 
-def divergence(
-    student: torch.Tensor, teacher: torch.Tensor, *, kind: str, beta: float
-) -> torch.Tensor:
-    """fp32 [rows]: of distributions over the same outcomes, log-probabilities [rows, outcomes]."""
+def divergence(student: torch.Tensor, teacher: torch.Tensor, options: Options) -> torch.Tensor:
+    """fp32 [rows]: ``options.loss`` of distributions over the same outcomes, log-probabilities
+    [rows, outcomes]."""
     import torch
 
     def kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
-    match kind:
+    beta = options.beta
+    match options.loss:
         case "forward_kl":  # Hinton et al. 2015
             return kl(teacher, student)
         case "reverse_kl":  # MiniLLM, Gu et al. 2024
@@ -369,4 +364,4 @@ def divergence(
         case "jsd":  # GKD, Agarwal et al. 2024, eq. 1
             mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
             return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
-    raise ValueError(kind)
+    raise ValueError(options.loss)

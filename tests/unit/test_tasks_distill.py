@@ -24,7 +24,7 @@ from llmx.launch.sync import _configured_paths
 from llmx.models.loss import CHUNK_ELEMENTS
 from llmx.models.model import Batch, Model, Models
 from llmx.tasks import Prompt, task_class, task_of
-from llmx.tasks.distill import Distill, OnPolicyDistill, divergence, outcomes
+from llmx.tasks.distill import Distill, OnPolicyDistill, Options, divergence, outcomes
 from tests import rollouts
 from tests.architectures import small_config
 from tests.composing import composed
@@ -212,7 +212,7 @@ def test_what_is_left_of_a_sharp_distribution_keeps_its_digits() -> None:
     exact = logits.detach().double().log_softmax(-1)[0, 1:].logsumexp(0)
     assert float(found[0, 1].detach()) == pytest.approx(float(exact), rel=1e-6)
     teacher = torch.tensor([[0.5, 0.5]]).log()
-    divergence(found, teacher, kind="forward_kl", beta=0.5).sum().backward()
+    divergence(found, teacher, Options(loss="forward_kl")).sum().backward()
     assert logits.grad is not None
     assert torch.isfinite(logits.grad).all()
     assert float(logits.grad[0, 0]) == pytest.approx(0.5, rel=1e-5)
