@@ -57,8 +57,6 @@ def launch(
     """Run what must run; returns the JobReturns in order, failed ones included."""
     setup_globals()
     config, context = launcher.config, launcher.hydra_context
-    assert config is not None
-    assert context is not None
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)
     jobs = dict(enumerate(map(list, job_overrides), initial_job_idx))
     if "schema_version" not in config:  # Hydra runs any function with its launchers
@@ -186,9 +184,6 @@ def _check_effects(
 def _plain(launcher: DeepSpeedLauncher, index: int, overrides: list[str]) -> JobReturn:
     """Run a job of another application in this process."""
     config, context = launcher.config, launcher.hydra_context
-    assert config is not None
-    assert context is not None
-    assert launcher.task_function is not None
     # run_job sets the globals of the job; the sweep's own come back afterwards.
     state = Singleton.get_state()
     returned = run_job(

@@ -22,15 +22,12 @@ if TYPE_CHECKING:
     from llmx.sweep.sweep import Runner
 
 
-class DeepSpeedLauncher(Launcher):
-    """Hands the trials of a sweeper to ``llmx.sweep``."""
+class SetUp:
+    """What Hydra gives to a launcher and to a sweeper."""
 
-    def __init__(self) -> None:
-        self.config: DictConfig | None = None
-        self.task_function: TaskFunction | None = None
-        self.hydra_context: HydraContext | None = None
-        self.runner: Runner | None = None
-        """Runner of the sweep; a sweeper may hand over its trials in parts."""
+    config: DictConfig
+    task_function: TaskFunction
+    hydra_context: HydraContext
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -38,6 +35,13 @@ class DeepSpeedLauncher(Launcher):
         self.hydra_context = hydra_context
         self.task_function = task_function
         self.config = config
+
+
+class DeepSpeedLauncher(SetUp, Launcher):
+    """Hands the trials of a sweeper to ``llmx.sweep``."""
+
+    runner: Runner | None = None
+    """Runner of the sweep; a sweeper may hand over its trials in parts."""
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
@@ -72,16 +76,11 @@ def _chooses(word: str) -> bool:
     return "." not in key or "@" in key
 
 
-class SearchSweeper(Sweeper):
+class SearchSweeper(SetUp, Sweeper):
     """Chooses its trials as it goes, and runs them itself. Abstract, so no plugin."""
 
     config: DictConfig
     hydra_context: HydraContext
-
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
-        self.hydra_context, self.config = hydra_context, config
 
 
 class OptunaSweeper(SearchSweeper):
