@@ -26,9 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from llmx.collectives import all_gather
+from llmx.collectives import all_gather, world
 from llmx.config import RolloutConfig
 from llmx.config.rollout_rules import SILENT_S
 from llmx.errors import ConfigError
@@ -38,7 +36,6 @@ from llmx.models.sampling import Sampling
 from llmx.rollout.network import describe, gather, pack
 from llmx.rollout.protocol import (
     FAILED,
-    NO_MODEL,
     OTHER_WEIGHTS,
     PROTOCOL,
     Refused,
@@ -172,9 +169,7 @@ class RolloutServers:
         directory with the logs of the servers, where it is on this host."""
         self.model, self.config, self.log = model, config, log
         self.before_gather, self.logs = before_gather, logs
-        distributed = torch.distributed.is_initialized()
-        self.rank = torch.distributed.get_rank() if distributed else 0
-        self.world = torch.distributed.get_world_size() if distributed else 1
+        self.world, self.rank = world()
         password = password_of(token)
         self.servers = [Connection(place, password) for place in places] if self.rank == 0 else []
         self.step = -1
@@ -500,7 +495,7 @@ class RolloutServers:
             if batch is not None:
                 self.queue.appendleft(batch)
                 self.returned += 1
-            forgot = isinstance(error, Refused) and error.kind in (NO_MODEL, OTHER_WEIGHTS)
+            forgot = isinstance(error, Refused) and error.kind == OTHER_WEIGHTS
             server.model = server.weights = None
             server.failures += isinstance(error, Refused) and error.kind == FAILED
             server.reason = str(error) if isinstance(error, Refused) else repr(error)

@@ -17,14 +17,14 @@ VLLM_PYTHON = "LLMX_ROLLOUT_VLLM"
 HEARTBEAT_S = 3.0
 """A server that works sends a blank this often."""
 
-NO_MODEL, OTHER_WEIGHTS, FAILED = "no_model", "other_weights", "failed"
+OTHER_WEIGHTS, FAILED = "other_weights", "failed"
 
 
 class Refused(Exception):
     """A server's answer to a request that it did not do.
 
-    ``kind``: ``no_model`` (it holds no model), ``other_weights`` (of another version than the one
-    that was asked for), ``failed``.
+    ``kind``: ``other_weights`` (it holds no model, or not the version that was asked for),
+    ``failed``.
     """
 
     def __init__(self, kind: str, message: str) -> None:

@@ -32,7 +32,6 @@ from llmx.rollout.protocol import (
     FAILED,
     HEARTBEAT_S,
     LISTEN,
-    NO_MODEL,
     OTHER_WEIGHTS,
     PROTOCOL,
     VLLM_PYTHON,
@@ -192,14 +191,14 @@ class Server(ThreadingHTTPServer):
         return {"model": self.model}
 
     def take_weights(self, body: bytes, version: int) -> dict[str, Any]:
-        self._refuse_without_model()
+        if not self.model:
+            raise Refused(OTHER_WEIGHTS, "no model has been sent")
         self.weights = None
         self.policy.take_weights(body)
         self.weights = version
         return {"weights": version}
 
     def sample(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        self._refuse_without_model()
         if self.weights is None or request["weights"] not in (None, self.weights):
             raise Refused(OTHER_WEIGHTS, f"version {self.weights} is held")
         rows = [request["prompts"][at] for at in request["rows"]]
@@ -207,10 +206,6 @@ class Server(ThreadingHTTPServer):
         completions = self.policy.sample(rows, request)
         seconds = time.perf_counter() - began
         return {"weights": self.weights, "completions": completions, "seconds": seconds}
-
-    def _refuse_without_model(self) -> None:
-        if not self.model:
-            raise Refused(NO_MODEL, "no model has been sent")
 
 
 class Handler(BaseHTTPRequestHandler):
