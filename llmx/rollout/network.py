@@ -28,7 +28,6 @@ from llmx.models.parameters import in_parts, whole, whole_bytes
 
 GATHER_BYTES = 1 << 30
 """Weights that ZeRO-3 gathers at the same time."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def describe(model: Model) -> dict[str, Any]:
@@ -47,7 +46,7 @@ def describe(model: Model) -> dict[str, Any]:
         "tied": tied,
         "vocab_size": model.vocab_size,
         "attention": dataclasses.asdict(model.attention),
-        "dtype": next(name for name, dtype in DTYPES.items() if dtype == model.dtype),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "adapter": None if model.adapter is None else model.adapter.description,
     }
 
@@ -96,7 +95,7 @@ def build(description: dict[str, Any], device: torch.device) -> Decoder:
     attention = AttentionMethod(**description["attention"])
     if attention.implementation.startswith("llmx_"):  # knows packed lines, and no cache
         attention = dataclasses.replace(attention, implementation="sdpa")
-    dtype = DTYPES[description["dtype"]]
+    dtype = getattr(torch, description["dtype"])
     with device, no_init_weights():
         network = auto_class(head_of(config), config).from_config(
             config, dtype=dtype, attn_implementation=attention.implementation

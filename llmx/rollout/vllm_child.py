@@ -22,7 +22,6 @@ OLDEST = (0, 32)
 KV_CACHE_GIB = "2"
 """KV cache on a CPU unless VLLM_CPU_KVCACHE_SPACE is set: vLLM would take most of the RAM."""
 PR_SET_PDEATHSIG = 1
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class Engine:
@@ -68,7 +67,7 @@ class Engine:
                 skip_tokenizer_init=True,
                 generation_config="vllm",  # no options of the model's own
                 load_format="dummy",
-                dtype=DTYPES[description["dtype"]],
+                dtype=description["dtype"],
                 max_model_len=-1,  # what fits
                 logprobs_mode="processed_logprobs",
                 enforce_eager=self.device == "cpu",
