@@ -31,8 +31,11 @@ class Placed:
 
     @property
     def kind(self) -> tuple[str, float | None]:
-        """The device and RAM by which two parts of a cluster differ for the memory of a trial."""
-        return self.shares[0][0].device, self.ram_gib
+        """The device and the least RAM of a host, None where it is not known: by these two parts of
+        a cluster differ for the memory of a trial."""
+        shares_gib = [share.memory_gib for share in map(_host, self.shares) if share.memory_gib]
+        is_known = len(shares_gib) == len(self.shares)
+        return self.shares[0][0].device, min(shares_gib) if is_known else None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,12 +46,6 @@ class Placed:
     def has_whole_hosts(self) -> bool:
         """Whether no other trial can have a slot of its hosts meanwhile."""
         return all(len(slots) == host.slots for host, slots in self.shares)
-
-    @property
-    def ram_gib(self) -> float | None:
-        """The least RAM that a host leaves to it; None where it is not known."""
-        shares_gib = [share.memory_gib for share in map(_host, self.shares) if share.memory_gib]
-        return min(shares_gib) if len(shares_gib) == len(self.shares) else None
 
     def __str__(self) -> str:
         """The slots as a journal names them: ``node-a:0,1 node-b:0``."""

@@ -234,15 +234,12 @@ class Search:
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         self.candidates = list(candidates)
         self.trials: dict[Candidate, Trial] = {}
+        """The trials that have ended."""
         self.ended = ""
         """Why the search is over."""
         self.limit = ""
         """The key that ended it before all was tried: ``sweep.max_trials``."""
         self._at = {(candidate.line, candidate.micro): candidate for candidate in candidates}
-
-    def tell(self, candidate: Candidate, trial: Trial) -> None:
-        """Record the trial of a candidate."""
-        self.trials[candidate] = trial
 
     @property
     def best(self) -> Candidate | None:
@@ -340,7 +337,7 @@ class Search:
             if other and self._is_open(other) and not self._was_slower(best, direction):
                 yield other, f"a {word} micro batch may be faster"
         up = self._moved(best, 1)
-        is_full = up is not None and (self._ran_out(up) or bool(self.why_not(up)[0]))
+        is_full = up is not None and bool(self.why_not(up)[0])
         down = self._speed(self._moved(best, -1))
         gain = self._speed(best) / down if down else ASSUMED_GAIN
         steps: list[tuple[Candidate, str]] = []
@@ -375,10 +372,6 @@ class Search:
             for trial in self.trials
             if trial.micro == best.micro
         )
-
-    def _ran_out(self, candidate: Candidate) -> bool:
-        trial = self.trials.get(candidate)
-        return trial is not None and trial.outcome in NO_MEMORY
 
     def word_of(self, candidate: Candidate) -> str:
         """The outcome of a candidate, in a word or two."""

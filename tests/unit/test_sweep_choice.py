@@ -222,7 +222,7 @@ def searched(
         if needed(place) <= capacity:
             measured = {"tokens_per_s": truth(place), "memory_gib": needed(place)}
             trial = Trial(len(trials), [], Path(), "ok", **measured)
-        search.tell(candidate, trial)
+        search.trials[candidate] = trial
         trials.append(place)
     return trials
 
@@ -272,6 +272,6 @@ def test_failures_of_another_kind_end_it_early() -> None:
     search = Search(candidates())
     for trial in range(3):
         step = search.next()
-        search.tell(step[0], Trial(trial, [], Path(), "crash"))
+        search.trials[step[0]] = Trial(trial, [], Path(), "crash")
     assert search.next() is None
     assert "not for memory" in search.ended

@@ -89,7 +89,7 @@ def _run(runner: Runner, search: Search, fixed: Sequence[str], exp: Experiment) 
         print(f"[{index}] {candidate.text}: {why}", flush=True)
         (trial,) = runner.run({index: [*fixed, *candidate.words]})
         if trial.outcome:
-            search.tell(candidate, trial)
+            search.trials[candidate] = trial
         error = runner.ends.get(index)
         if exp.sweep.fail_fast and error is not None and trial.outcome not in NO_MEMORY:
             raise error
