@@ -23,6 +23,7 @@ from llmx.data.format.rows import Conversation, Preference, Prompted, UnpairedPr
 from llmx.data.source.records import Rejected
 from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
+from llmx.models.spec import ModelSpec
 from llmx.run.metrics import Metric
 from llmx.run.metrics.completions import DEFAULT_METRICS, METRICS, declare, load_metric, score
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from llmx.data import EvalPrompt, SampleStore
     from llmx.data.store.samples import Sample
-    from llmx.models.model import Batch, Model, Models, ModelSpec
+    from llmx.models.model import Batch, Model, Models
 
 Normaliser = Literal["tokens", "examples", "batch"]
 
@@ -351,8 +352,6 @@ class Task:
         """The models it needs, by name; the first trained one is exported. All are of the
         ``model`` group. By default one causal language model, which is trained. Those with
         ``precomputes=True`` are given to ``precompute`` alone."""
-        from llmx.models.spec import ModelSpec
-
         return {"policy": ModelSpec()}
 
     draws: bool = False

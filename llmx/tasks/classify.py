@@ -20,6 +20,7 @@ from llmx.config import Experiment
 from llmx.config.fields import choice, number
 from llmx.data import Column, Document, Example, Labelled, Rejected, SampleStore
 from llmx.errors import ConfigError, DataError
+from llmx.models.spec import CLASSIFICATION, ModelSpec
 from llmx.run.metrics import Metric
 from llmx.tasks.base import Gathered, Loss, Mean, Measures, Task, add_loss, finite
 from llmx.tasks.class_metrics import Classes, Labels, Numbers
@@ -28,7 +29,7 @@ from llmx.text import plural
 if TYPE_CHECKING:
     import torch
 
-    from llmx.models.model import Batch, Models, ModelSpec
+    from llmx.models.model import Batch, Models
 
 SINGLE, MULTI, REGRESSION = "single_label", "multi_label", "regression"
 PROBLEMS = {
@@ -293,8 +294,6 @@ class Classify(Task):
 
     def models(self) -> dict[str, ModelSpec]:
         """One network with an output for each label. Before the data is seen, how many is open."""
-        from llmx.models.spec import CLASSIFICATION, ModelSpec
-
         count = 1 if self.problem == REGRESSION else len(self.labels) or 2
         return {
             "policy": ModelSpec(

@@ -28,6 +28,7 @@ from llmx.data.format.rows import Conversation
 from llmx.data.source.records import Document
 from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
+from llmx.models.spec import ModelSpec
 from llmx.run.metrics import Metric
 from llmx.tasks.base import NATS, Loss, Measures, Task
 from llmx.tasks.online import (
@@ -41,7 +42,7 @@ from llmx.tasks.online import (
 if TYPE_CHECKING:
     import torch
 
-    from llmx.models.model import Batch, Models, ModelSpec
+    from llmx.models.model import Batch, Models
 
 IDS, LOGPS = "teacher_ids", "teacher_logps"
 
@@ -138,8 +139,6 @@ class Distill(Task):
         }
 
     def models(self) -> dict[str, ModelSpec]:
-        from llmx.models.spec import ModelSpec
-
         options = self.options
         teacher = ModelSpec(
             trained=False,

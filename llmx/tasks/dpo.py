@@ -22,6 +22,7 @@ from llmx.data.examples import Column, Example
 from llmx.data.format.rows import Preference
 from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
+from llmx.models.spec import ModelSpec
 from llmx.run.metrics import Metric
 from llmx.tasks.base import Loss, Normaliser, Task, unused_dropout
 from llmx.tasks.joint import EXAMPLES, JointLoss, JointTask
@@ -29,7 +30,7 @@ from llmx.tasks.joint import EXAMPLES, JointLoss, JointTask
 if TYPE_CHECKING:
     import torch
 
-    from llmx.models.model import Batch, Models, ModelSpec
+    from llmx.models.model import Batch, Models
 
 REFERENCE = "reference_logp"
 DESIRABLE = "desirable"
@@ -141,8 +142,6 @@ class Dpo(Task):
         return "free" if self.options.loss in WITHOUT_REFERENCE else self.options.reference
 
     def models(self) -> dict[str, ModelSpec]:
-        from llmx.models.spec import ModelSpec
-
         policy = {"policy": ModelSpec(dropout=self.options.dropout)}
         if self._reference == "free":
             return policy

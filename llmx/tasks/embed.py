@@ -8,6 +8,7 @@ micro batches. The exported model loads with ``SentenceTransformer``.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,12 +17,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from llmx.config import Experiment
 from llmx.config.fields import choice, number
 from llmx.config.tasks import TaskDefaults
 from llmx.data import Column, Example, SampleStore, TextPair
 from llmx.data.source.records import Document
 from llmx.errors import ConfigError
+from llmx.models.spec import BACKBONE, ModelSpec
 from llmx.run.metrics import Metric
 from llmx.tasks.joint import EXAMPLES, JointLoss, JointTask
 from llmx.text import plural
@@ -29,7 +30,7 @@ from llmx.text import plural
 if TYPE_CHECKING:
     import torch
 
-    from llmx.models.model import Batch, Model, Models, ModelSpec
+    from llmx.models.model import Batch, Model, Models
 
 TEXT = "text_id"
 """The column that tells equal texts."""
@@ -75,10 +76,6 @@ class Embed(JointTask):
     columns = (Column(TEXT, per="sequence", dtype="int64"),)
     loss_on = "all"
     verbatim = True
-
-    def __init__(self, exp: Experiment, tokenizer: Any) -> None:
-        super().__init__(exp, tokenizer)
-        self._pooling: str | None = None
 
     def problems(self) -> Iterator[str]:
         dims = self.options.matryoshka_dims
@@ -133,17 +130,15 @@ class Embed(JointTask):
 
     def models(self) -> dict[str, ModelSpec]:
         """One network that ends in hidden states."""
-        from llmx.models.spec import BACKBONE, ModelSpec
-
         return {"policy": ModelSpec(head=BACKBONE)}
 
     def pooling(self, model: Model) -> str:
         """``task.options.pooling``, or what follows from the model."""
         if self.options.pooling != "auto":
             return str(self.options.pooling)
-        if self._pooling is None:
-            self._pooling = _published(model) or ("last" if model.attention.causal else "mean")
-        return self._pooling
+        path = getattr(model.config, "_name_or_path", None)
+        commit = getattr(model.config, "_commit_hash", None)  # of a model of the Hub
+        return _published(path, commit) or ("last" if model.attention.causal else "mean")
 
     def outputs(self, models: Models, batch: Batch) -> torch.Tensor:
         """fp32 [sequences, width]: a vector of each text, not of length 1 yet."""
@@ -222,13 +217,12 @@ class Embed(JointTask):
         }
 
 
-def _published(model: Model) -> str | None:
+@functools.cache
+def _published(path: str | None, commit: str | None) -> str | None:
     """The pooling of the pretrained model, if its files name one."""
     from llmx.models.pooling import POOLINGS, published_pooling
 
-    path = getattr(model.config, "_name_or_path", None)
     try:
-        commit = getattr(model.config, "_commit_hash", None)  # of a model of the Hub
         return published_pooling(path, revision=commit)
     except ValueError as error:
         raise ConfigError(

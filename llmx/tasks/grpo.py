@@ -10,7 +10,6 @@ that are better than the others of their group. The ranks that train also genera
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from llmx.data.examples import Column, Example, Tokens
 from llmx.data.format.rows import Conversation, Prompted
 from llmx.data.source.records import Rejected
 from llmx.errors import ConfigError
+from llmx.models.spec import CLASSIFICATION, ModelSpec
 from llmx.run.metrics import Metric
 from llmx.tasks.base import Loss, Normaliser, unused_dropout
 from llmx.tasks.collapse import CollapseWatch
@@ -56,14 +56,14 @@ from llmx.tasks.rewards import (
     short_names,
 )
 from llmx.tasks.rollout_options import RolloutOptions
-from llmx.text import plural
+from llmx.text import one_line, plural
 from llmx.tolerance import rule, too_much
 
 if TYPE_CHECKING:
     import torch
 
     from llmx.models.generate import Completion
-    from llmx.models.model import Batch, Model, Models, ModelSpec
+    from llmx.models.model import Batch, Model, Models
 
 BY_TOKEN = ("dapo", "cispo")
 """Losses that are means over the target tokens of a step; the others over its completions."""
@@ -327,8 +327,6 @@ class Grpo(OnlineTask):
         return "eval/reward" if is_evaluated else "train/reward"
 
     def models(self) -> dict[str, ModelSpec]:
-        from llmx.models.spec import CLASSIFICATION, ModelSpec
-
         specs = {"policy": ModelSpec(dropout=False)}
         if self.options.beta:
             specs["reference"] = ModelSpec(trained=False)
@@ -700,9 +698,8 @@ class Grpo(OnlineTask):
     def _log_sample(self, drawn: Drawn, *, step: int) -> None:
         rewards = zip(self._rewards, drawn.rewards, strict=True)
         parts = ", ".join(f"{name} {reward:.3g}" for name, reward in rewards)
-        text = re.sub(r"\s+", " ", drawn.text)
-        excerpt = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-        _log(f"a sample of step {step + 1}: reward {drawn.total:.3g} ({parts}): {excerpt}")
+        text = one_line(drawn.text, limit=SHOWN)
+        _log(f"a sample of step {step + 1}: reward {drawn.total:.3g} ({parts}): {text}")
 
     def loss(self, models: Models, batch: Batch) -> Loss:
         from llmx.models.loss import to_device
@@ -863,7 +860,7 @@ def _sequence_scores(model: Model, batch: Batch) -> list[float]:
 
 def _log(text: str) -> None:
     """One line in the log of the run, by rank 0."""
-    import torch
+    from llmx.collectives import world
 
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+    if world()[1] == 0:
         print(f"{text}\n", end="", flush=True)

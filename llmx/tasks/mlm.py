@@ -21,11 +21,12 @@ from llmx.config.tasks import TaskDefaults
 from llmx.data import IGNORE
 from llmx.data.source.records import Document
 from llmx.errors import ConfigError
+from llmx.models.spec import MASKED_LM, ModelSpec
 from llmx.tasks.base import NATS, Loss, SampleKey, Task, next_token_loss
 
 if TYPE_CHECKING:
     from llmx.data.store.samples import Sample
-    from llmx.models.model import Batch, Models, ModelSpec
+    from llmx.models.model import Batch, Models
 
 
 @dataclass
@@ -79,8 +80,6 @@ class Mlm(Task):
 
     def models(self) -> dict[str, ModelSpec]:
         """One masked language model, which is trained."""
-        from llmx.models.spec import MASKED_LM, ModelSpec
-
         return {"policy": ModelSpec(head=MASKED_LM)}
 
     def transform(self, sample: Sample, key: SampleKey) -> Sample:

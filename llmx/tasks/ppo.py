@@ -21,6 +21,7 @@ import numpy as np
 
 from llmx.config.fields import model_source, number
 from llmx.config.tasks import TaskDefaults
+from llmx.models.spec import CLASSIFICATION, ModelSpec
 from llmx.run.metrics import Metric
 from llmx.tasks.base import Loss, Normaliser
 from llmx.tasks.grpo import Drawn, Group, Grpo, by_sequence
@@ -36,7 +37,7 @@ from llmx.tasks.policy_loss import (
 from llmx.tasks.rollout_options import RolloutOptions
 
 if TYPE_CHECKING:
-    from llmx.models.model import Batch, Model, Models, ModelSpec
+    from llmx.models.model import Batch, Model, Models
 
 
 @dataclass
@@ -92,8 +93,6 @@ class Ppo(Grpo):
 
     def models(self) -> dict[str, ModelSpec]:
         """The policy, the first one, is exported."""
-        from llmx.models.spec import CLASSIFICATION, ModelSpec
-
         policy, *other_specs = super().models().items()
         value = ModelSpec(
             source=self.options.value_model or None,

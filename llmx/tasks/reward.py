@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from llmx.config.fields import number
 from llmx.config.tasks import TaskDefaults
 from llmx.data import Column, Example, Preference, Rejected
+from llmx.models.spec import CLASSIFICATION, ModelSpec
 from llmx.run.metrics import Metric
 from llmx.tasks.base import Loss, Task, finite
 
 if TYPE_CHECKING:
-    from llmx.models.model import Batch, Models, ModelSpec
+    from llmx.models.model import Batch, Models
 
 
 @dataclass
@@ -71,8 +72,6 @@ class Reward(Task):
 
     def models(self) -> dict[str, ModelSpec]:
         """One network with a scalar head."""
-        from llmx.models.spec import CLASSIFICATION, ModelSpec
-
         return {"policy": ModelSpec(head=CLASSIFICATION, num_labels=1, problem="regression")}
 
     def loss(self, models: Models, batch: Batch) -> Loss:

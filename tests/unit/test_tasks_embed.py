@@ -19,7 +19,15 @@ from llmx.errors import ConfigError, DataError
 from llmx.models.attention import AttentionMethod
 from llmx.models.model import Models
 from llmx.tasks import embed
-from llmx.tasks.embed import Embed, Options, Pairs, contrast, number_of, retrieval
+from llmx.tasks.embed import (
+    Embed,
+    Options,
+    Pairs,
+    _published,
+    contrast,
+    number_of,
+    retrieval,
+)
 from llmx.tasks.joint import HeldOut
 from tests.data_rows import assert_rejected, batch_of, experiment_on, prepared
 from tests.unit.test_models_classification import backbone
@@ -287,15 +295,14 @@ def test_pooling_follows_from_the_model(tmp_path: Path) -> None:
     causal = SimpleNamespace(config=SimpleNamespace(_name_or_path=""))
     for attention, wanted in ((True, "last"), (False, "mean")):
         causal.attention = SimpleNamespace(causal=attention)
-        task._pooling = None
         assert task.pooling(causal) == wanted
     (tmp_path / "1_Pooling").mkdir()
     published = tmp_path / "1_Pooling" / "config.json"
     published.write_text('{"pooling_mode": "cls"}')
-    causal.config._name_or_path, task._pooling = str(tmp_path), None
+    causal.config._name_or_path = str(tmp_path)
     assert task.pooling(causal) == "cls"
     published.write_text('{"pooling_mode": "max"}')
-    task._pooling = None
+    _published.cache_clear()
     with pytest.raises(ConfigError, match="pooled by max.*task.options.pooling=mean"):
         task.pooling(causal)
     task.options.pooling = "cls"

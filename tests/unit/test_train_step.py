@@ -52,7 +52,6 @@ class Task(Embed):
 
     def __init__(self) -> None:
         self.options = Options(symmetric=True, pooling="mean", matryoshka_dims=[8])
-        self._pooling = None
 
 
 def step_of(path: Path, kind: str, micro: tuple[int, ...], accumulation: int, rank: int) -> Step:
