@@ -129,6 +129,8 @@ class Gathered(Accumulator):
 
 Measures = Mapping[str, Mean | Accumulator]
 """What an evaluation has measured, by name."""
+BOTH = ("train", "eval")
+"""Kinds of a metric of training steps and of evaluations."""
 NATS = "nats per target token"
 """The unit of cross entropy."""
 

@@ -22,7 +22,7 @@ from llmx.data import Column, Document, Example, Labelled, Rejected, SampleStore
 from llmx.errors import ConfigError, DataError
 from llmx.models.spec import CLASSIFICATION, ModelSpec
 from llmx.run.metrics import Metric
-from llmx.tasks.base import Gathered, Loss, Mean, Measures, Task, add_loss, finite
+from llmx.tasks.base import BOTH, Gathered, Loss, Mean, Measures, Task, add_loss, finite
 from llmx.tasks.class_metrics import Classes, Labels, Numbers
 from llmx.text import plural
 
@@ -281,8 +281,7 @@ class Classify(Task):
                 "r2": Metric("R²", "number", higher_is_better=True),
                 "pearson": Metric("Pearson correlation", "number", higher_is_better=True),
             }
-        kinds = ("train", "eval")
-        metrics = {"accuracy": Metric("accuracy", "percent", higher_is_better=True, kinds=kinds)}
+        metrics = {"accuracy": Metric("accuracy", "percent", higher_is_better=True, kinds=BOTH)}
         if self.problem == MULTI:
             metrics["micro_f1"] = Metric("micro F1", "percent", higher_is_better=True)
         return {

@@ -30,7 +30,7 @@ from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.models.spec import ModelSpec
 from llmx.run.metrics import Metric
-from llmx.tasks.base import NATS, Loss, Measures, Task
+from llmx.tasks.base import BOTH, NATS, Loss, Measures, Task
 from llmx.tasks.online import (
     OnlineTask,
     Prompt,
@@ -89,6 +89,11 @@ class Distill(Task):
     loss_unit = NATS
     takes: ClassVar[tuple[type, ...]] = (Conversation, Document)
     splits_documents = True
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        "divergence": Metric("divergence", "number", kinds=BOTH),
+        "agreement": Metric("same top token", "percent", higher_is_better=True, kinds=BOTH),
+        "hard_loss": Metric("hard loss", "number", kinds=("train",)),
+    }
 
     @classmethod
     def learns_chats(cls) -> bool:
@@ -128,15 +133,6 @@ class Distill(Task):
                 "data.packing=concat cuts rows at seq_len, and answers without their questions "
                 "teach nothing. Use data.packing=best_fit."
             )
-
-    @property
-    def metrics(self) -> Mapping[str, Metric]:
-        kinds = ("train", "eval")
-        return {
-            "divergence": Metric("divergence", "number", kinds=kinds),
-            "agreement": Metric("same top token", "percent", higher_is_better=True, kinds=kinds),
-            "hard_loss": Metric("hard loss", "number", kinds=("train",)),
-        }
 
     def models(self) -> dict[str, ModelSpec]:
         options = self.options
@@ -237,6 +233,11 @@ class OnPolicyDistill(Distill, OnlineTask):
 
     loss_on = "last"
     rollout_columns = (Column("truncated", per="example"),)
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        **{name: metric for name, metric in Distill.metrics.items() if name != "hard_loss"},
+        "truncated": Metric("truncated", "percent", kinds=("train",)),
+        "completion_tokens": Metric("completion tokens", kinds=("train",)),
+    }
 
     @classmethod
     def auto_options(cls, exp: Experiment) -> dict[str, Any]:
@@ -276,15 +277,6 @@ class OnPolicyDistill(Distill, OnlineTask):
                 "data.columns, or set task.options.on_policy=false."
             )
         super().check_source(split)
-
-    @property
-    def metrics(self) -> Mapping[str, Metric]:
-        shared = {name: of for name, of in super().metrics.items() if name != "hard_loss"}
-        return {
-            **shared,
-            "truncated": Metric("truncated", "percent", kinds=("train",)),
-            "completion_tokens": Metric("completion tokens", kinds=("train",)),
-        }
 
     def rollout(
         self, models: Models, prompts: Sequence[Prompt], key: RolloutKey

@@ -24,7 +24,7 @@ from llmx.data.split import DatasetSplit
 from llmx.errors import ConfigError
 from llmx.models.spec import ModelSpec
 from llmx.run.metrics import Metric
-from llmx.tasks.base import Loss, Normaliser, Task, unused_dropout
+from llmx.tasks.base import BOTH, Loss, Normaliser, Task, unused_dropout
 from llmx.tasks.joint import EXAMPLES, JointLoss, JointTask
 
 if TYPE_CHECKING:
@@ -85,6 +85,12 @@ class Dpo(Task):
     columns = (Column(DESIRABLE, per="sequence", dtype="int8"),)
     loss_on = "last"
     normaliser: Normaliser = "examples"
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        "accuracy": Metric("accuracy", "percent", higher_is_better=True, kinds=BOTH),
+        "rewards_chosen": Metric("rewards/chosen", "number", kinds=BOTH),
+        "rewards_rejected": Metric("rewards/rejected", "number", kinds=BOTH),
+        "margin": Metric("margin", "number", higher_is_better=True, kinds=BOTH),
+    }
 
     @classmethod
     def variant(cls, options: Mapping[str, Any]) -> type[Task]:
@@ -125,16 +131,6 @@ class Dpo(Task):
                 f"answer in each row. {', '.join(unpaired)} has one answer per row. If each row "
                 "has a `label` (true or false), set task.options.loss=kto."
             )
-
-    @property
-    def metrics(self) -> Mapping[str, Metric]:
-        kinds = ("train", "eval")
-        return {
-            "accuracy": Metric("accuracy", "percent", higher_is_better=True, kinds=kinds),
-            "rewards_chosen": Metric("rewards/chosen", "number", kinds=kinds),
-            "rewards_rejected": Metric("rewards/rejected", "number", kinds=kinds),
-            "margin": Metric("margin", "number", higher_is_better=True, kinds=kinds),
-        }
 
     @property
     def _reference(self) -> str:
@@ -214,11 +210,11 @@ class Kto(Dpo, JointTask):
     def check_source(self, split: DatasetSplit) -> None:
         """Both answers of a pair have a verdict, too."""
 
-    @property
-    def metrics(self) -> Mapping[str, Metric]:
-        """A KL divergence in place of the margin, which only a pair has."""
-        of_answers = {name: of for name, of in super().metrics.items() if name != "margin"}
-        return {**of_answers, "kl": Metric("KL", "number", kinds=("train", "eval"))}
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        **{name: metric for name, metric in Dpo.metrics.items() if name != "margin"},
+        "kl": Metric("KL", "number", kinds=BOTH),
+    }
+    """A KL divergence in place of the margin, which only a pair has."""
 
     def outputs(self, models: Models, batch: Batch) -> torch.Tensor:
         """The log-ratio and the mean log-probability of each answer, [sequences, 2]."""

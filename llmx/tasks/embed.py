@@ -24,6 +24,7 @@ from llmx.data.source.records import Document
 from llmx.errors import ConfigError
 from llmx.models.spec import BACKBONE, ModelSpec
 from llmx.run.metrics import Metric
+from llmx.tasks.base import BOTH
 from llmx.tasks.joint import EXAMPLES, JointLoss, JointTask
 from llmx.text import plural
 
@@ -164,9 +165,7 @@ class Embed(JointTask):
         """Metrics of each query against all held-out passages, or those of its step."""
         recall = f"recall@{self.options.recall_at}"
         return {
-            "accuracy": Metric(
-                "accuracy@1", "percent", higher_is_better=True, kinds=("train", "eval")
-            ),
+            "accuracy": Metric("accuracy@1", "percent", higher_is_better=True, kinds=BOTH),
             "mrr": Metric(f"MRR@{CUTOFF}", "number", higher_is_better=True),
             "recall": Metric(recall, "percent", higher_is_better=True),
         }

@@ -16,7 +16,7 @@ from llmx.config.tasks import TaskDefaults
 from llmx.data import Column, Example, Preference, Rejected
 from llmx.models.spec import CLASSIFICATION, ModelSpec
 from llmx.run.metrics import Metric
-from llmx.tasks.base import Loss, Task, finite
+from llmx.tasks.base import BOTH, Loss, Task, finite
 
 if TYPE_CHECKING:
     from llmx.models.model import Batch, Models
@@ -43,6 +43,12 @@ class Reward(Task):
     verbatim = True
     normaliser = "examples"
     columns = (Column("margin", per="example"),)
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        "accuracy": Metric("accuracy", "percent", higher_is_better=True, kinds=BOTH),
+        "score_margin": Metric("score margin", "number", higher_is_better=True, kinds=BOTH),
+        "score_chosen": Metric("score/chosen", "number", kinds=BOTH),
+        "score_rejected": Metric("score/rejected", "number", kinds=BOTH),
+    }
     Options = Options
 
     def encoding_identity(self) -> dict[str, Any]:
@@ -58,17 +64,6 @@ class Reward(Task):
             return 0.0
         problem = f'"margin" is {str(row.margin)[:60]!r}, not a finite number.'
         return finite(row.margin, Rejected("a margin that is not a number", problem))
-
-    @property
-    def metrics(self) -> Mapping[str, Metric]:
-        """Metrics of training steps and of held-out pairs."""
-        kinds = ("train", "eval")
-        return {
-            "accuracy": Metric("accuracy", "percent", higher_is_better=True, kinds=kinds),
-            "score_margin": Metric("score margin", "number", higher_is_better=True, kinds=kinds),
-            "score_chosen": Metric("score/chosen", "number", kinds=kinds),
-            "score_rejected": Metric("score/rejected", "number", kinds=kinds),
-        }
 
     def models(self) -> dict[str, ModelSpec]:
         """One network with a scalar head."""
