@@ -30,15 +30,7 @@ class RunMeta:
     """Unique for one run, the same after a restart; letters, digits, ``-`` and ``_``."""
     name: str
     run_dir: Path
-    project: str = "llmx"
-    entity: str | None = None
-    group: str | None = None
-    tags: tuple[str, ...] = ()
-    mode: str = "auto"
-    """``auto``, ``online`` or ``offline``."""
-    uri: str | None = None
-    """MLflow's server or store; None: its own variable, else the run directory."""
-    finish_timeout_s: float = 30.0
+    settings: TrackingConfig = field(default_factory=TrackingConfig)
     config: dict[str, Any] = field(default_factory=dict)
     """The whole resolved experiment, nested, with the plan under ``plan``."""
     ds_config: dict[str, Any] = field(default_factory=dict)
@@ -137,9 +129,9 @@ def replay_command(run_dir: Path) -> str:
 
 def why_not_online(server: str, meta: RunMeta) -> str:
     """Say why a tracker does not use ``server``; empty where the server answers."""
-    if meta.mode == "offline":
+    if meta.settings.mode == "offline":
         return "tracking.mode=offline"
-    why = why_no_answer(server, timeout_s=min(3.0, 0.15 * meta.finish_timeout_s))
+    why = why_no_answer(server, timeout_s=min(3.0, 0.15 * meta.settings.finish_timeout_s))
     return f"{server} cannot be reached ({why})" if why else ""
 
 

@@ -6,13 +6,9 @@ Columns are the trackers' names (``train/loss``); a line fills those that it has
 from __future__ import annotations
 
 import csv
-from pathlib import Path
-from typing import TextIO
 
 from llmx.run.metrics.lines import Record, scalars, step_of
-from llmx.tracking.base import Notify, RunMeta, Tracker
-
-FIRST_COLUMNS = ("step", "kind", "time")
+from llmx.tracking.base import RunMeta, Tracker
 
 
 class CsvTracker(Tracker):
@@ -20,54 +16,42 @@ class CsvTracker(Tracker):
 
     name = "csv"
 
-    def __init__(self, notify: Notify) -> None:
-        super().__init__(notify)
-        self._columns: list[str] = list(FIRST_COLUMNS)
-        self._stream: TextIO | None = None
-        self._path = Path()
-
     def start(self, meta: RunMeta) -> None:
-        self._path = meta.run_dir / "metrics.csv"
-        self._stream = self._path.open("w", encoding="utf-8", newline="")
-        csv.writer(self._stream).writerow(self._columns)
-        self._stream.flush()
+        self._columns, self._path = ["step", "kind", "time"], meta.run_dir / "metrics.csv"
+        self._write([])
         self.report("writing", str(self._path))
 
     def log(self, record: Record) -> None:
         values = scalars(record)
-        if not values or self._stream is None:
+        if not values:
             return
         new = [name for name in values if name not in self._columns]
         if new:
             # The rows so far are few when a new name comes, so they are written again.
-            rows = self._rows()
+            rows = self._close()
             self._columns += new
-            self._write_anew(rows)
+            self._write(rows)
         row = {"step": step_of(record), "kind": record["kind"], "time": record.get("time")}
-        writer = csv.DictWriter(self._stream, self._columns, restval="")
-        writer.writerow({**row, **values})
+        self._writer.writerow({**row, **values})
         self._stream.flush()
 
     def rewind(self, step: int) -> None:
         """Drop the rows of later steps: they come again."""
-        if self._stream is not None:
-            self._write_anew([row for row in self._rows() if int(row["step"]) <= step])
+        self._write([row for row in self._close() if int(row["step"]) <= step])
 
-    def _rows(self) -> list[dict[str, str]]:
+    def _close(self) -> list[dict[str, str]]:
+        """The rows of the file, which is closed."""
+        self._stream.close()
         with self._path.open(encoding="utf-8", newline="") as stream:
             return list(csv.DictReader(stream))
 
-    def _write_anew(self, rows: list[dict[str, str]]) -> None:
-        assert self._stream is not None
-        self._stream.close()
+    def _write(self, rows: list[dict[str, str]]) -> None:
         self._stream = self._path.open("w", encoding="utf-8", newline="")
-        writer = csv.DictWriter(self._stream, self._columns, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
+        self._writer = csv.DictWriter(self._stream, self._columns, restval="")
+        self._writer.writeheader()
+        self._writer.writerows(rows)
         self._stream.flush()
 
     def finish(self, result: Record | None) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        self._stream.close()
         self.report("finished", str(self._path))

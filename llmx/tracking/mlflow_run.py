@@ -29,7 +29,7 @@ class MlflowTracker(Tracker):
 
         here = meta.run_dir / "mlflow"
         here.mkdir(exist_ok=True)
-        uri = configured = meta.uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
+        uri = configured = meta.settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
         why = why_not_online(configured, meta) if configured.startswith("http") else ""
         if why or not configured:
             uri = f"sqlite:///{here}/mlflow.db"
@@ -42,7 +42,7 @@ class MlflowTracker(Tracker):
         self.report(state, why or self._place, where=self._place, fix=self._away, sync=self._away)
 
     def _open(self, meta: RunMeta, artifacts: str | None) -> None:
-        client, project = self._client, meta.project
+        client, project = self._client, meta.settings.project
         experiment = client.get_experiment_by_name(project)
         number = (
             experiment.experiment_id if experiment else client.create_experiment(project, artifacts)
@@ -53,8 +53,8 @@ class MlflowTracker(Tracker):
             self._last = {metric.key: metric.step for metric in runs[0].to_proto().data.metrics}
             client.update_run(self._id, status="RUNNING")
             return
-        tags = {"llmx.run_id": meta.run_id, "llmx.group": meta.group or ""}
-        tags |= flat(dict.fromkeys(meta.tags, "true"))
+        tags = {"llmx.run_id": meta.run_id, "llmx.group": meta.settings.group or ""}
+        tags |= flat(dict.fromkeys(meta.settings.tags, "true"))
         self._id = client.create_run(number, run_name=meta.name, tags=tags).info.run_id
         self._send("Param", flat({**meta.config, "ds_config": meta.ds_config}))
 

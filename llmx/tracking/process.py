@@ -56,31 +56,25 @@ def main(argv: list[str] | None = None) -> int:
     except LlmxError as error:
         print(f"tracking: {error}", file=sys.stderr)
         return error.exit_code
-    if options.replay:
-        return replay(run, experiment, config)
-    _become_independent(run)
-    return follow(run, experiment, config, lifeline=sys.stdin)
+    if not options.replay:
+        _become_independent(run)
+    return send(run, experiment, config, lifeline=None if options.replay else sys.stdin)
 
 
-def follow(run: RunDir, experiment: Experiment, config: dict[str, Any], *, lifeline: TextIO) -> int:
-    """Send lines until ``result.json`` is there or ``lifeline`` ends."""
-    started = time.time()
-    identity = read_mapping(run.identity).get("run_id", "")
-    statuses = TrackerStatuses(run)
-    feeds = _start(run, experiment, config, statuses=statuses)
-    result = None
-    alive = True
-    while alive and result is None:
-        alive = not _ended(lifeline, timeout_s=POLL_S)
-        result = fresh_result(run, identity=identity, started=started)
+def send(
+    run: RunDir, experiment: Experiment, config: dict[str, Any], *, lifeline: TextIO | None
+) -> int:
+    """Send lines until ``result.json`` is there or ``lifeline`` ends; without one, those that are
+    there."""
+    started, statuses = time.time(), TrackerStatuses(run)
+    meta = run_meta(run, experiment.name, experiment.tracking, config)
+    kinds = dict.fromkeys(experiment.tracking.kinds)
+    feeds = [Feed(TRACKERS.load(kind)(statuses), meta, statuses) for kind in kinds]
+    result = None if lifeline else read_mapping(run.result) or None
+    while lifeline and result is None:
+        lifeline = None if _ended(lifeline, timeout_s=POLL_S) else lifeline
+        result = fresh_result(run, started=started)
     finish(feeds, result)
-    return statuses.exit_code
-
-
-def replay(run: RunDir, experiment: Experiment, config: dict[str, Any]) -> int:
-    """Send the lines that are there, from the first one, and end."""
-    statuses = TrackerStatuses(run)
-    finish(_start(run, experiment, config, statuses=statuses), read_mapping(run.result) or None)
     return statuses.exit_code
 
 
@@ -131,7 +125,7 @@ def finish(feeds: Sequence[Feed], result: Record | None) -> None:
         feed.end.set()
     began = time.monotonic()
     for feed in feeds:
-        timeout_s = feed.meta.finish_timeout_s
+        timeout_s = feed.meta.settings.finish_timeout_s
         # A little earlier than the supervisor loses patience: the late ones are to be named.
         feed.join(max(0.0, began + 0.95 * timeout_s - time.monotonic()))
         if feed.is_alive():
@@ -175,14 +169,6 @@ class TrackerStatuses:
             stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
 
-def _start(
-    run: RunDir, experiment: Experiment, config: dict[str, Any], *, statuses: TrackerStatuses
-) -> list[Feed]:
-    meta = run_meta(run, experiment.name, experiment.tracking, config)
-    kinds = dict.fromkeys(experiment.tracking.kinds)
-    return [Feed(TRACKERS.load(kind)(statuses), meta, statuses) for kind in kinds]
-
-
 def run_meta(run: RunDir, name: str, tracking: TrackingConfig, config: dict[str, Any]) -> RunMeta:
     """The facts of the run that all trackers get besides its metrics."""
     identity = read_mapping(run.identity).get("run_id", "")
@@ -190,13 +176,7 @@ def run_meta(run: RunDir, name: str, tracking: TrackingConfig, config: dict[str,
         run_id=run_id(identity or f"{run.root}\n{run.config.stat().st_mtime_ns}"),
         name=name or run.root.name,
         run_dir=run.root,
-        project=tracking.project,
-        entity=tracking.entity,
-        group=tracking.group,
-        tags=tuple(tracking.tags),
-        mode=tracking.mode,
-        uri=tracking.uri,
-        finish_timeout_s=tracking.finish_timeout_s,
+        settings=tracking,
         config=redacted({**config, "plan": read_mapping(run.plan)}),
         ds_config=read_mapping(run.ds_config),
         provenance=redacted(read_mapping(run.provenance)),
@@ -210,11 +190,12 @@ def run_id(identity: str) -> str:
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
-def fresh_result(run: RunDir, *, identity: str, started: float) -> Record | None:
+def fresh_result(run: RunDir, *, started: float) -> Record | None:
     """``result.json`` of this run; None while there is none, or only an earlier run's."""
     result: Record | None = read_mapping(run.result) or None
     if result is None:
         return None
+    identity = read_mapping(run.identity).get("run_id", "")
     if identity and result.get("run_id"):
         return result if result["run_id"] == identity else None
     return result if float(result.get("ended") or 0.0) >= started else None

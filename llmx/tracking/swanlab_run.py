@@ -26,10 +26,10 @@ class SwanlabTracker(Tracker):
         import swanlab
 
         self._meta = meta
-        self._project = re.sub(r"[^\w\-+.]", "-", meta.project, flags=re.ASCII)[:100]
+        self._project = re.sub(r"[^\w\-+.]", "-", meta.settings.project, flags=re.ASCII)[:100]
         settings = swanlab.Settings()
         why = "" if settings.api_key else f"no API key for {settings.api_host}; run `swanlab login`"
-        if meta.mode == "auto" and settings.mode != "online":
+        if meta.settings.mode == "auto" and settings.mode != "online":
             why = f"SWANLAB_MODE={settings.mode} is set in the environment"
         if not (why := why or why_not_online(settings.api_host, meta)):
             try:
@@ -56,10 +56,10 @@ class SwanlabTracker(Tracker):
             id=meta.run_id,
             resume="allow",
             project=self._project,
-            workspace=meta.entity,
+            workspace=meta.settings.entity,
             name=meta.name or None,
-            tags=list(meta.tags),
-            group=meta.group,
+            tags=list(meta.settings.tags),
+            group=meta.settings.group,
             log_dir=str(meta.run_dir / "swanlab"),
             config={**meta.config, "ds_config": meta.ds_config},
             settings=swanlab.Settings.model_validate({**quiet, "interactive": False}),

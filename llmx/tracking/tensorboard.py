@@ -7,23 +7,16 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 from llmx.run.metrics.lines import Record, event_scalars, scalars, step_of
-from llmx.tracking.base import Notify, RunMeta, Tracker
+from llmx.tracking.base import RunMeta, Tracker
 
 
 class TensorBoardTracker(Tracker):
     """Writes the scalars of a run into ``RUN_DIR/tensorboard/events.out.tfevents.*``."""
 
     name = "tensorboard"
-
-    def __init__(self, notify: Notify) -> None:
-        super().__init__(notify)
-        self._writer: Any = None
-        self._meta: RunMeta
-        self._directory = Path()
 
     def start(self, meta: RunMeta) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -33,7 +26,7 @@ class TensorBoardTracker(Tracker):
         # every point twice.
         for stale in self._directory.glob("events.out.tfevents.*"):
             stale.unlink()
-        self._writer = EventFileWriter(str(self._directory), flush_secs=10)
+        self._writer: Any = EventFileWriter(str(self._directory), flush_secs=10)
         for name in ("config", "ds_config", "provenance"):
             values = getattr(meta, name)
             text = json.dumps(values, indent=2, ensure_ascii=False)

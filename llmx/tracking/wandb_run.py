@@ -18,7 +18,7 @@ from typing import Any, Literal
 from llmx.run.metrics.lines import Record, event_scalars, scalars, step_of
 from llmx.run.rundir import RunDir
 from llmx.run.tail import newest_samples
-from llmx.tracking.base import Notify, RunMeta, Tracker, replay_command, why_not_online
+from llmx.tracking.base import RunMeta, Tracker, replay_command, why_not_online
 
 LONGEST_TEXT = 16_384
 """Characters of one text in the config (a diff can be megabytes; provenance.json has it)."""
@@ -30,19 +30,12 @@ class WandbTracker(Tracker):
     name = "wandb"
     reads = ("entity",)
 
-    def __init__(self, notify: Notify) -> None:
-        super().__init__(notify)
-        self._run: Any = None
-        self._meta: RunMeta
-        self._last_step = 0
+    def start(self, meta: RunMeta) -> None:
+        self._meta, self._online = meta, False
         self._at_last_step: set[str] = set()
         """Kinds of the lines that the row of the last step holds already."""
-        self._online = False
         self._sampled_step: int | None = None
         """The step of the newest generated samples that W&B has."""
-
-    def start(self, meta: RunMeta) -> None:
-        self._meta = meta
         provenance = _shortened(meta.provenance)
         config = {**meta.config, "ds_config": meta.ds_config, "provenance": provenance}
         # Nobody else's service, no crash reports to a third party, no chatter.
@@ -57,7 +50,8 @@ class WandbTracker(Tracker):
                 self._open("online", config, meta)
                 self._online = True
             except Exception as error:
-                why = f"the server refused or gave no answer: {_first_line(error)}"
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                why = f"the server refused or gave no answer: {reason}"
                 # Frees the run id, so that the same run can be opened offline.
                 wandb.teardown()
                 set_aside_earlier(meta)
@@ -70,21 +64,22 @@ class WandbTracker(Tracker):
     ) -> None:
         import wandb
 
-        self._run = wandb.init(
+        settings = meta.settings
+        self._run: Any = wandb.init(
             id=meta.run_id,
             name=meta.name or None,
-            project=meta.project,
-            entity=meta.entity,
-            group=meta.group,
-            tags=list(meta.tags) or None,
+            project=settings.project,
+            entity=settings.entity,
+            group=settings.group,
+            tags=list(settings.tags) or None,
             dir=str(meta.run_dir),
             config=config,
             mode=mode,
             resume="allow" if mode == "online" else None,
             settings=wandb.Settings(
                 # Together with the first look at the server these stay below the whole.
-                init_timeout=0.25 * meta.finish_timeout_s,
-                finish_timeout=0.45 * meta.finish_timeout_s,
+                init_timeout=0.25 * settings.finish_timeout_s,
+                finish_timeout=0.45 * settings.finish_timeout_s,
                 finish_timeout_raises=True,
                 x_transaction_log_flush_interval=1.0,  # a SIGKILL loses a second, not 15
                 console="off",
@@ -119,9 +114,6 @@ class WandbTracker(Tracker):
         if record.get("time"):
             values["_timestamp"] = record["time"]
         self._run.log(values, step=self._last_step)
-
-    def rewind(self, step: int) -> None:
-        """Nothing to take back: W&B keeps what it has, and ``log`` passes over its repetition."""
 
     def finish(self, result: Record | None) -> None:
         if samples := self._new_samples():
@@ -192,10 +184,13 @@ def set_aside_earlier(meta: RunMeta) -> None:
 def _why_not_online(meta: RunMeta) -> str:
     import wandb
 
-    if meta.mode == "auto" and os.environ.get("WANDB_MODE", "online") not in ("online", "run"):
+    if meta.settings.mode == "auto" and os.environ.get("WANDB_MODE", "online") not in (
+        "online",
+        "run",
+    ):
         return f"WANDB_MODE={os.environ['WANDB_MODE']} is set in the environment"
     base_url = wandb.setup().settings.base_url
-    why = "" if meta.mode == "offline" else _why_no_credentials(base_url)
+    why = "" if meta.settings.mode == "offline" else _why_no_credentials(base_url)
     return why or why_not_online(base_url, meta)
 
 
@@ -210,11 +205,6 @@ def _why_no_credentials(base_url: str) -> str:
     except Exception as error:
         return f"the key in the netrc file cannot be used ({error}); run `wandb login`"
     return f"no API key for {base_url}; set WANDB_API_KEY or run `wandb login`"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0]
 
 
 def _shortened(value: Any) -> Any:

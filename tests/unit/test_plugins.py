@@ -18,7 +18,7 @@ from llmx.launch.files import render_command, write_launch_files
 from llmx.run.rundir import RunDir
 from llmx.run.snapshot import load
 from llmx.tracking.base import check_packages
-from llmx.tracking.process import replay
+from llmx.tracking.process import send
 from llmx.train.engine.optimizer import build_optimizer
 from tests import tracked_run
 from tests.composing import composed, planned
@@ -121,7 +121,7 @@ def test_a_tracker(tmp_path: Path) -> None:
     check_packages(experiment.tracking)
     assert not without_effect(experiment, ["tracking.entity=us"])
     assert without_effect(experiment, ["tracking.uri=http://mlflow"])
-    assert replay(run, experiment, {}) == 0
+    assert send(run, experiment, {}, lifeline=None) == 0
     kinds = (run.root / "names.txt").read_text().split()
     assert kinds[0] == "start"
     assert "train" in kinds

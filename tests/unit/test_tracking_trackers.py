@@ -39,7 +39,7 @@ def test_wandb_has_a_table_of_the_generated_samples(tmp_path: Path, monkeypatch)
             stream.write(json.dumps(row) + "\n")
 
     tracker = WandbTracker(lambda status: None)
-    tracker.start(RunMeta("id", "name", tmp_path, mode="offline"))
+    tracker.start(RunMeta("id", "name", tmp_path, TrackingConfig(mode="offline")))
     generate(1)
     for step in (1, 2):
         tracker.log({"kind": "train", "step": step, "loss": 0.5})
@@ -115,16 +115,15 @@ def test_mlflow(tmp_path: Path, monkeypatch) -> None:
     pytest.importorskip("mlflow", reason="mlflow is not installed; make venv puts it aside")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     config = {"model": {"name": "tiny", "task/odd": None}, "seed": 7, "long": "x" * 9000}
-    meta = RunMeta(
-        "run-1", "name-演示", tmp_path, project="tests", group="g", tags=("one", "two:2@x"),
-        uri="http://127.0.0.1:9", config=config, ds_config={"zero": {"stage": 2}},
-    )  # fmt: skip
+    settings = TrackingConfig(project="tests", group="g", tags=["one", "two:2@x"])
+    meta = RunMeta("run-1", "name-演示", tmp_path, settings, config, {"zero": {"stage": 2}})
     records = tracked_run.lines()
     records[5]["loss"], records[5]["nonfinite"], records[5]["recall@1"] = None, True, 0.5
     tracked_run.append(RunDir(tmp_path), records)
     said: list[Status] = []
-    here = dataclasses.replace(meta, uri=None)
-    for about, part, result in ((meta, records[:12], None), (here, records, tracked_run.result())):
+    off = dataclasses.replace(settings, uri="http://127.0.0.1:9")
+    there = dataclasses.replace(meta, settings=off)
+    for about, part, result in ((there, records[:12], None), (meta, records, tracked_run.result())):
         tracker = MlflowTracker(said.append)
         tracker.start(about)
         for record in part:
@@ -171,7 +170,8 @@ def test_swanlab(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.delenv("SWANLAB_API_KEY", raising=False)
     said: list[Status] = []
     records = tracked_run.lines()
-    meta = RunMeta("run-1", "name", tmp_path, project="tests", config={"model": {"name": "tiny"}})
+    settings, config = TrackingConfig(project="tests"), {"model": {"name": "tiny"}}
+    meta = RunMeta("run-1", "name", tmp_path, settings, config)
     for _ in range(2):  # another tracker process of the run: the whole anew, the earlier set aside
         tracker = SwanlabTracker(said.append)
         tracker.start(meta)
@@ -182,9 +182,9 @@ def test_swanlab(tmp_path: Path, monkeypatch) -> None:
     assert len(list((tmp_path / "swanlab").glob("superseded-run-*"))) == 1
     assert "no API key" in said[-1].message
     assert said[-1].sync == f"swanlab sync --project tests --id run-1 {directory}"
-    config = (directory / "files" / "config.yaml").read_text()
-    assert "name: tiny" in config
-    assert "summary.outcome" in config
+    written = (directory / "files" / "config.yaml").read_text()
+    assert "name: tiny" in written
+    assert "summary.outcome" in written
     reader = DataStoreReader()
     reader.open(next(directory.glob("*.swanlab")))
     points = [point for data in reader if (point := SwanlabRecord.FromString(data).scalar).key]
@@ -262,7 +262,7 @@ def test_one_that_hangs_and_one_that_fails_hold_up_nobody(tmp_path: Path) -> Non
     said: list[Status] = []
     hanging, failing, kept, records = Hanging(), Failing(), Kept(), tracked_run.lines()
     RunDir(tmp_path).metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
-    meta = RunMeta("id", "name", tmp_path, finish_timeout_s=3)
+    meta = RunMeta("id", "name", tmp_path, TrackingConfig(finish_timeout_s=3))
     feeds = [Feed(each, meta, said.append) for each in (hanging, failing, kept)]
     finish(feeds, tracked_run.result())
     hanging.release.set()
