@@ -54,10 +54,6 @@ class Rule:
     effect: str
     why: str
 
-    @property
-    def allowed(self) -> bool:
-        return self.effect != REFUSED
-
 
 @dataclass(frozen=True)
 class Change:
@@ -153,7 +149,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
 
 def refuse(edits: list[Change]) -> None:
     """Raise ConfigError with every change that is not allowed, and why."""
-    refused = [change for change in edits if not change.rule.allowed]
+    refused = [change for change in edits if change.rule.effect == REFUSED]
     if refused:
         lines = [
             f"{change.key}: cannot change {change.values}: {change.rule.why}." for change in refused

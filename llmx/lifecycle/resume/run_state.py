@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 class RunState:
     """The state of a run, read from its files."""
 
-    started: dict[str, Any] | None
-    """The ``start`` line, with what a ``resumed`` event changed; None before training began."""
+    num_samples: int | None
+    """Samples of the training split; None before training began."""
+    total_steps: int | None
+    """As of the last start or ``resumed`` event; None before training began."""
     last_step: int
     """The last step that a line of ``metrics.jsonl`` names; 0 without one."""
     finished_at: int | None
@@ -46,21 +48,11 @@ class RunState:
     cause: str
     checkpoints: tuple[int, ...]
     """Committed steps on this machine, ascending; whether they are whole is not said."""
-
-    stopped_early: bool = False
+    stopped_early: bool
     """Whether ``task.early_stopping`` ended a run that ended well."""
-    saved: frozenset[int] = frozenset()
+    saved: frozenset[int]
     """Steps that were committed once, as the metrics tell."""
-
-    @property
-    def num_samples(self) -> int | None:
-        return (self.started or {}).get("num_samples")
-
-    @property
-    def total_steps(self) -> int | None:
-        return (self.started or {}).get("total_steps")
-
-    was_launched: bool = True
+    was_launched: bool
     """Whether a supervisor ever took it up; False after ``dry_run=true``."""
 
     @property
@@ -68,8 +60,7 @@ class RunState:
         """``failed as oom at step 57: CUDA out of memory``."""
         if not self.was_launched:
             return "was planned and never started"
-        where = f"step {self.last_step}" if self.last_step else "before the first step"
-        at = f"at {where}" if self.last_step else where
+        at = f"at step {self.last_step}" if self.last_step else "before the first step"
         if self.outcome is None:
             return f"ended {at} without a result"
         if self.outcome == "ok":
@@ -96,19 +87,16 @@ def read_state(run: RunDir) -> RunState:
     steps = [int(line["step"]) for line in lines if isinstance(line.get("step"), int)]
     ends = [int(line["step"]) for line in lines if line.get("kind") == "end"]
     ok = result.get("outcome") == "ok"
-    started = next((line for line in lines if line.get("kind") == "start"), None)
-    for line in lines:
-        if started and line.get("event") == "resumed" and line.get("total_steps"):
-            started = {**started, "total_steps": line["total_steps"]}
+    early = {line.get("step") for line in lines if line.get("event") == "early_stopped"}
+    start = next((line for line in lines if line.get("kind") == "start"), {})
+    totals = [line.get("total_steps") for line in lines if line.get("event") == "resumed"]
+    total_steps = [start.get("total_steps"), *filter(None, totals)][-1] if start else None
     return RunState(
-        started=started,
+        num_samples=start.get("num_samples"),
+        total_steps=total_steps,
         last_step=max(steps, default=0),
         finished_at=ends[-1] if ok and ends else None,
-        stopped_early=ok
-        and any(
-            line.get("event") == "early_stopped" and ends and line.get("step") == ends[-1]
-            for line in lines
-        ),
+        stopped_early=ok and bool(ends) and ends[-1] in early,
         outcome=str(result["outcome"]) if result.get("outcome") else None,
         cause=str(result.get("cause") or ""),
         checkpoints=tuple(committed(run.checkpoints)),
