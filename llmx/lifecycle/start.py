@@ -153,24 +153,18 @@ def _checked(composed: Composed, *, is_trial: bool, stream: TextIO) -> Composed:
     # A trial of a sweep is one of many, and read by nobody.
     variants = composed.experiment.dry_run and not is_trial
     composed = informed(composed, variants=variants, choose=True, is_trial=is_trial)
-    if not composed.experiment.dry_run and not is_trial:
-        _say_from_scratch(composed, stream)
-    chosen = composed.plan.chosen
-    if chosen is not None and not composed.experiment.dry_run:
-        print(f"auto: {' '.join(chosen.words)}: {chosen.problem or chosen.reason}", file=stream)
-    return replace(composed, plan=replace(composed.plan, notes=(*composed.plan.notes, *notes)))
-
-
-def _say_from_scratch(composed: Composed, stream: TextIO) -> None:
-    """The first line of a run that loads no weights."""
     model, size = composed.experiment.model, composed.plan.num_parameters
-    if model.init == "scratch":
+    if model.init == "scratch" and not composed.experiment.dry_run and not is_trial:
         print(
             f"From scratch: {model.name or model.kind}, {human.count(size) if size else 'its'} "
             "parameters initialised at random. Fine-tune a model: model.path=DIR_OR_HUB_ID",
             file=stream,
             flush=True,
         )
+    chosen = composed.plan.chosen
+    if chosen is not None and not composed.experiment.dry_run:
+        print(f"auto: {' '.join(chosen.words)}: {chosen.problem or chosen.reason}", file=stream)
+    return replace(composed, plan=replace(composed.plan, notes=(*composed.plan.notes, *notes)))
 
 
 def launched(launch: LaunchSpec) -> int:
