@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from llmx.checkpoint.disk import CHUNK_BYTES
 from llmx.checkpoint.manifest import (
     HASH_BYTES,
     MANIFEST,
-    FileEntry,
     Manifest,
     Problem,
     read_manifest,
@@ -61,13 +59,29 @@ def verify(
     manifest = read_manifest(directory)
     if isinstance(manifest, Problem):
         return [manifest]
-    entries = manifest.files if files is None else {name: manifest.files[name] for name in files}
+    entries = manifest.files
+
+    def check(name: str) -> Problem | None:
+        path, entry = directory / name, entries[name]
+        try:
+            size = path.stat().st_size
+            if size != entry.bytes:
+                return Problem(name, f"{entry.bytes} bytes", f"damaged, it has {size} bytes")
+            digest = hash_file(path, on_bytes=on_bytes) if hashes else entry.blake2b
+        except FileNotFoundError:
+            return Problem(name, f"{entry.bytes} bytes", MISSING)
+        except OSError as error:
+            return Problem(name, f"{entry.bytes} bytes", f"cannot be read ({error.strerror})")
+        if digest == entry.blake2b:
+            return None
+        damage = f"damaged, it has hash {digest[:16]}"
+        return Problem(name, f"hash {entry.blake2b[:16]}", damage)
+
     # Large files first: the threads end together.
-    names = sorted(entries, key=lambda name: (-entries[name].bytes, name))
+    names = sorted(entries if files is None else files, key=lambda n: (-entries[n].bytes, n))
     with ThreadPoolExecutor(min(HASH_THREADS, os.cpu_count() or 1)) as pool:
-        check = partial(check_file, directory, hashes=hashes, on_bytes=on_bytes)
-        outcomes = list(pool.map(check, names, [entries[name] for name in names]))
-    return sorted((problem for problem in outcomes if problem), key=lambda problem: problem.file)
+        problems = filter(None, pool.map(check, names))
+        return sorted(problems, key=lambda problem: problem.file)
 
 
 def is_present(path: Path) -> bool:
@@ -82,31 +96,7 @@ def is_present(path: Path) -> bool:
     return True
 
 
-def check_file(
-    directory: Path,
-    name: str,
-    entry: FileEntry,
-    *,
-    hashes: bool = True,
-    on_bytes: Callable[[int], None] = lambda count: None,
-) -> Problem | None:
-    """Compare one file with its entry; None where size and hash agree."""
-    path = directory / name
-    try:
-        size = path.stat().st_size
-        if size != entry.bytes:
-            return Problem(name, f"{entry.bytes} bytes", f"damaged, it has {size} bytes")
-        digest = hash_file(path, on_bytes=on_bytes) if hashes else entry.blake2b
-    except FileNotFoundError:
-        return Problem(name, f"{entry.bytes} bytes", MISSING)
-    except OSError as error:
-        return Problem(name, f"{entry.bytes} bytes", f"cannot be read ({error.strerror})")
-    if digest != entry.blake2b:
-        return Problem(name, f"hash {entry.blake2b[:16]}", f"damaged, it has hash {digest[:16]}")
-    return None
-
-
-def hash_file(path: Path, *, on_bytes: Callable[[int], None] = lambda count: None) -> str:
+def hash_file(path: Path, *, on_bytes: Callable[[int], None]) -> str:
     """blake2b of a file's content, read in pieces, outside the GIL."""
     digest = hashlib.blake2b(digest_size=HASH_BYTES)
     buffer = bytearray(min(CHUNK_BYTES, path.stat().st_size + 1))
