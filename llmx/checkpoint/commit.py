@@ -210,12 +210,3 @@ def _step_aside(name: str, suffix: str) -> int | None:
     if not (name.startswith(".") and name.endswith(suffix)):
         return None
     return step_of(name[1 : -len(suffix)])
-
-
-def free_bytes(checkpoints: Path) -> int:
-    """Free bytes of the file system of ``checkpoints``, which need not exist yet."""
-    place = checkpoints
-    while not place.exists():
-        place = place.parent
-    free = os.statvfs(place)
-    return free.f_bavail * free.f_frsize

@@ -28,6 +28,7 @@ from llmx.checkpoint.pointers import BEST, read_pointer
 from llmx.checkpoint.selection import ProgressLine, check_all, explain, verify_with_progress
 from llmx.checkpoint.tensors import NAMES, SHARD_BYTES
 from llmx.errors import ConfigError, DiskFullError, LlmxError, disk_is_full
+from llmx.hardware.survey import nearest_directory
 from llmx.models.adapter_names import holds_adapter
 from llmx.run import snapshot, trust
 from llmx.run.card import write_card
@@ -424,7 +425,7 @@ def _refuse_existing(directory: Path) -> None:
 
 def _disk_error(error: OSError, directory: Path, num_bytes: int) -> LlmxError:
     if disk_is_full(error):
-        free = commit.free_bytes(directory.parent)
+        free = shutil.disk_usage(nearest_directory(str(directory.parent))).free
         needs = f"the export needs {human.size(num_bytes)} in all, " if num_bytes else ""
         return DiskFullError(
             f"The disk of {directory} is full: {needs}{human.size(free)} are free now. Nothing was "
