@@ -11,12 +11,11 @@ import json
 import zipfile
 from pathlib import Path
 
+from llmx.checkpoint.tensors import MAX_HEADER_BYTES
 from llmx.errors import ConfigError
 from llmx.text import plural, printable
 
 LFS_POINTER = b"version https://git-lfs"
-MAX_HEADER_BYTES = 100_000_000
-"""The safetensors library refuses more."""
 WEIGHTS = (".safetensors", ".bin")
 FETCH = "Download it again, or write it anew: python -m llmx export RUN."
 

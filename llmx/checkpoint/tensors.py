@@ -69,11 +69,6 @@ class Fragment:
         return TensorSpec(self.key, self.dtype, self.num_elements, self.shape)
 
 
-def layout(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """The order in a file: wide elements first, so that each tensor is aligned to its width."""
-    return sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
-
-
 class TensorWriter:
     """One new file, in three steps that each can fail alone: ``reserve``, ``write``, ``close``.
 
@@ -90,7 +85,8 @@ class TensorWriter:
         disk: Disk = DISK,
     ) -> None:
         self.path = path
-        self.order = layout(specs)
+        # Wide elements first, so that each tensor is aligned to its width.
+        self.order = sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
         """In which ``write`` takes the fragments."""
         self._header = _header(self.order, metadata or {})
         self._disk = disk
