@@ -222,9 +222,14 @@ class SaveJob:
             self._on_leaders(lambda: commit.begin(directory, step))
             orders = self._on_all_ranks(lambda: self._reserve(writer))
             self._on_rank_0(lambda: self._check_cover(orders))
-            written = self._on_all_ranks(lambda: write_fragments(writer, self.fragments))
+            parameters = self.state["parameters"]
+            names = [name for name, entry in parameters.items() if not entry["tied_to"]]
+            written = self._on_all_ranks(lambda: write_fragments(writer, self.fragments, names))
+            sums = torch.stack([sums_of_rank for _, sums_of_rank in written])
             # Rank 0's, so that hosts with disks of their own write the same bytes.
-            state = self._on_rank_0(lambda: self._with_hash([sums for _, sums in written]))
+            state = self._on_rank_0(
+                lambda: {**self.state, "weights_hash": combine(names, sums.sum(dim=0))}
+            )
             small = self._on_leaders(lambda: self._add_small(state))
             files = {rank_file(rank): entry for rank, (entry, _) in enumerate(written)}
             manifest = self._on_rank_0(lambda: self._manifest(files, small))
@@ -290,10 +295,6 @@ class SaveJob:
         states = self.state.get("optimizer", {}).get("states")
         check_cover(cover, self.state["parameters"], self.state.get("buffers"), states)
 
-    def _with_hash(self, sums: list[Sums]) -> dict[str, Any]:
-        """The state as rank 0 has it."""
-        return {**self.state, "weights_hash": hash_of_weights(self.state["parameters"], sums)}
-
     def _add_small(self, state: Mapping[str, Any]) -> dict[str, FileEntry]:
         text = json.dumps(state, indent=1, ensure_ascii=False) + "\n"
         files = {**self.small_files, STATE: text.encode()}
@@ -323,20 +324,20 @@ class SaveJob:
 
 
 WEIGHTS = (MASTER, FROZEN)
-Sums = dict[str, list[int]]
-"""Parameter -> two sums over the elements of one rank (``llmx.checkpoint.state.engine_state``)."""
 
 
 def write_fragments(
-    writer: TensorWriter, fragments: Sequence[StateTensor]
-) -> tuple[FileEntry, Sums]:
-    """Write, sync and close a rank's file; its part of the hash of the weights.
+    writer: TensorWriter, fragments: Sequence[StateTensor], names: Sequence[str]
+) -> tuple[FileEntry, torch.Tensor]:
+    """Write, sync and close a rank's file; its part of the hash of the weights (``lanes`` of each
+    of the ``names``, [len(names), 2] int64).
 
     Raises:
         CheckpointError: a value is not finite.
         OSError: the disk is full or broken.
     """
-    sums: Sums = {}
+    sums = torch.zeros(len(names), 2, dtype=torch.int64)
+    row = {name: number for number, name in enumerate(names)}
     by_key = {fragment.key: fragment for fragment in fragments}
 
     def values() -> Iterator[Fragment]:
@@ -344,9 +345,7 @@ def write_fragments(
             fragment = by_key[spec.key]
             tensor = fragment.tensor.detach().cpu()
             if fragment.state in WEIGHTS:
-                pair = sums.setdefault(fragment.name, [0, 0])
-                for lane, value in enumerate(lanes(tensor, fragment.start).tolist()):
-                    pair[lane] += value
+                sums[row[fragment.name]] += lanes(tensor, fragment.start)
             # What is not trained may be infinite (masks are).
             if fragment.state not in (FROZEN, BUFFER) and not is_finite(tensor):
                 raise CheckpointError(f"{fragment.state} of {fragment.name} is not finite")
@@ -354,23 +353,6 @@ def write_fragments(
 
     with writer:
         return writer.write(values()), sums
-
-
-def hash_of_weights(parameters: Mapping[str, Mapping[str, Any]], sums: Sequence[Sums]) -> str:
-    """32 hexadecimal digits, as of ``llmx.checkpoint.state.engine_state.weights_hash``.
-
-    Args:
-        parameters: ``state.json``'s table.
-        sums: of all ranks.
-    """
-    names = [name for name, entry in parameters.items() if not entry["tied_to"]]
-    total = torch.zeros(len(names), 2, dtype=torch.int64)
-    for row, name in enumerate(names):
-        for lane in range(2):
-            # Sums wrap around at 64 bits, as they do on a device.
-            value = sum(rank_sums[name][lane] for rank_sums in sums if name in rank_sums) % 2**64
-            total[row, lane] = value - 2**64 if value >= 2**63 else value
-    return combine(names, total)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
