@@ -97,7 +97,7 @@ class Weight:
     """dtype in the checkpoint."""
     written: str
     """dtype in the export."""
-    prefix: str = ""
+    prefix: str
     """Prefix of its name in a checkpoint of several models."""
 
     @property
@@ -120,7 +120,14 @@ def list_weights(state: Mapping[str, Any], index: FragmentIndex, *, dtype: str) 
     rows, padded = state["vocab_size"], state["padded_vocab_size"]
     tables = set(state["vocabulary"])
     prefix = state.get("main_prefix", "")
-    tensors = []
+    weights: list[Weight] = []
+
+    def add(name: str, kind: str, shape: tuple[int, ...]) -> None:
+        stored = index.dtype(kind, name)
+        # Counters and the like among the buffers keep their dtype.
+        written = dtype if TORCH_DTYPES[stored].is_floating_point else stored
+        weights.append(Weight(name.removeprefix(prefix), kind, shape, stored, written, prefix))
+
     for name, entry in state["parameters"].items():
         if entry["tied_to"] or not name.startswith(prefix):
             continue
@@ -128,25 +135,11 @@ def list_weights(state: Mapping[str, Any], index: FragmentIndex, *, dtype: str) 
         if name in tables and shape and shape[0] == padded:
             # Elements are counted row by row, so the padding is what comes last.
             shape = (rows, *shape[1:])
-        tensors.append((name, MASTER if entry["trained"] else FROZEN, shape))
-    tensors += [
-        (name, BUFFER, tuple(entry["shape"]))
-        for name, entry in state.get("buffers", {}).items()
-        if name.startswith(prefix)
-    ]
-    return [
-        Weight(
-            name.removeprefix(prefix),
-            kind,
-            shape,
-            stored,
-            # Counters and the like among the buffers keep their dtype.
-            dtype if TORCH_DTYPES[stored].is_floating_point else stored,
-            prefix=prefix,
-        )
-        for name, kind, shape in tensors
-        for stored in (index.dtype(kind, name),)
-    ]
+        add(name, MASTER if entry["trained"] else FROZEN, shape)
+    for name, entry in state.get("buffers", {}).items():
+        if name.startswith(prefix):
+            add(name, BUFFER, tuple(entry["shape"]))
+    return weights
 
 
 def write_weights(
