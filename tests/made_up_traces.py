@@ -32,10 +32,10 @@ def answers(_program: str, request: str, **_options: Any) -> list[dict[str, Any]
     return [answer(exp, **one) for one in job["traces"]]
 
 
-def answer(exp: Experiment, *, activation_checkpointing: str, **run: Any) -> dict[str, Any]:
+def answer(exp: Experiment, **run: Any) -> dict[str, Any]:
     """The answer to one request; a problem for a network that cannot be built."""
     try:
-        return {"trace": trace(exp, checkpointing=activation_checkpointing, **run).to_dict()}
+        return {"trace": trace(exp, **run).to_dict()}
     except OSError:
         return {"problem": "not made up"}
 

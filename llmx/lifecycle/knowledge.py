@@ -121,7 +121,8 @@ def find_traces(exp: Experiment, plan: Plan, *, variants: bool) -> Traces:
     """Read the traces from the run directory and the cache; make the missing ones. ConfigError
     where ``adapter`` or ``model.freeze`` name what the network does not have."""
     keys = wanted_traces(exp, plan, alternatives=variants)
-    places = {key: _cached(exp, plan, key) for key in keys}
+    cache = Path(os.environ.get("LLMX_CACHE") or "~/.cache/llmx").expanduser() / "traces"
+    places = {key: cache / f"{fingerprint(exp, plan, key)}.json" for key in keys}
     of_run = read_mapping(RunDir(Path(exp.run_dir)).traces) if exp.run_dir else {}
     answers: dict[TraceKey, dict[str, Any]] = {
         key: answer
@@ -164,19 +165,8 @@ def keep_traces(composed: Composed) -> None:
 
 
 def _trace(exp: Experiment, plan: Plan, keys: Sequence[TraceKey]) -> list[dict[str, Any]] | None:
-    job = {
-        "experiment": to_dict(exp),
-        "traces": [
-            {
-                "precision": plan.precision,
-                "accelerator": plan.accelerator,
-                "attention": key.attention,
-                "micro_batch": key.micro_batch,
-                "activation_checkpointing": key.checkpointing,
-            }
-            for key in keys
-        ],
-    }
+    common = {"precision": plan.precision, "accelerator": plan.accelerator}
+    job = {"experiment": to_dict(exp), "traces": [{**common, **asdict(key)} for key in keys]}
     print(
         "Tracing a micro step of this network, for its memory and size: once for these settings.",
         file=sys.stderr,
@@ -186,11 +176,6 @@ def _trace(exp: Experiment, plan: Plan, keys: Sequence[TraceKey]) -> list[dict[s
         PROGRAM, json.dumps(job), timeout_s=TIME_LIMIT_S, python_path=code_roots(exp.task)
     )
     return answers
-
-
-def _cached(exp: Experiment, plan: Plan, key: TraceKey) -> Path:
-    root = Path(os.environ.get("LLMX_CACHE") or "~/.cache/llmx").expanduser()
-    return root / "traces" / f"{fingerprint(exp, plan, key)}.json"
 
 
 def fingerprint(exp: Experiment, plan: Plan, key: TraceKey | None = None) -> str:

@@ -874,7 +874,7 @@ def main(words: list[str]) -> int:
     exp = experiment_from_dict(job["experiment"])
     answers: list[dict[str, Any]] = []
     for request in job["traces"]:
-        model = replace(exp.model, activation_checkpointing=request.pop("activation_checkpointing"))
+        model = replace(exp.model, activation_checkpointing=request.pop("checkpointing"))
         try:
             trace = trace_step(replace(exp, model=model), **request)
             answers.append({"trace": trace.to_dict()})
