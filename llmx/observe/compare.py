@@ -39,18 +39,15 @@ NOT_SET = "not set"
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command; returns the exit code (0 also where the runs differ: it is reported)."""
-    return compare(options.run_a, options.run_b, out=options.out, width=options.width)
-
-
-def compare(run_a: Path, run_b: Path, *, out: Path | None = None, width: int | None = None) -> int:
-    """Print everything, write the picture, say where."""
+    """Print everything, write the picture, say where; returns the exit code (0 also where the runs
+    differ: it is reported)."""
+    out: Path | None = options.out
     if out is not None:
         check_writable(out, fix="Set --out to a file, e.g. --out compare.png.")
-    a, b = load_run(run_a), load_run(run_b)
+    a, b = load_run(options.run_a), load_run(options.run_b)
     if a.dir.root.resolve() == b.dir.root.resolve():
         raise ConfigError(f"{a.dir.root} is compared with itself. Give two run directories.")
-    console = open_console(sys.stdout, width=width)
+    console = open_console(sys.stdout, width=options.width)
     console.print(f"A  {a.dir.root}\nB  {b.dir.root}\n", soft_wrap=True)
     tables, notes = difference_of(a, b)
     for title, content in tables.items():

@@ -267,12 +267,12 @@ class Run:
             return None
         return float(min(1.0, wait_s / (steps * step_s)))
 
-    def metric_points(self, kind: str) -> dict[str, list[tuple[int, float]]]:
-        """Name -> step and value, over the ``train`` or the ``eval`` lines; of ``eval`` lines also
-        a metric that is declared and was not measured."""
-        names = [name for name, metric in self.declared.items() if kind in metric.kinds]
+    def eval_points(self) -> dict[str, list[tuple[int, float]]]:
+        """Name -> step and value of each evaluation; also a metric that is declared and was not
+        measured."""
+        names = [name for name, metric in self.declared.items() if "eval" in metric.kinds]
         points: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
-        for record in self.train if kind == "train" else self.evals:
+        for record in self.evals:
             for name, value in measured(record, self.declared).items():
                 points.setdefault(name, []).append((step_of(record), value))
         return points

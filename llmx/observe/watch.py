@@ -41,19 +41,15 @@ def run(options: argparse.Namespace) -> int:
         last = follow(snapshots, picture=sweep.Snapshot.panel, news=sweep.news)
         return last.code if last is not None else 1
     if not location.host and not is_run(location.path):
-        location = _newest(location.path)
+        runs = live_first(find_runs(Path(location.path).expanduser().absolute()))
+        if not runs:
+            raise ConfigError(
+                f"no run under {location.path} to watch. Give its directory, here or as "
+                "user@host:path."
+            )
+        location = RunLocation(str(runs[0]))
     run = follow(_runs(location, every_s=options.every), picture=show.panel, news=_news)
     return 0 if run is not None and run.state == "finished" else 1
-
-
-def _newest(base: str) -> RunLocation:
-    """The run under ``base`` that lives, or else the newest."""
-    runs = live_first(find_runs(Path(base).expanduser().absolute()))
-    if not runs:
-        raise ConfigError(
-            f"no run under {base} to watch. Give its directory, here or as user@host:path."
-        )
-    return RunLocation(str(runs[0]))
 
 
 def _runs(location: RunLocation, *, every_s: float) -> Iterator[Run | str]:
@@ -70,14 +66,10 @@ def _runs(location: RunLocation, *, every_s: float) -> Iterator[Run | str]:
                 continue
             tries = 0
             yield run
-            if run.state in FINAL or _is_only_planned(run):
+            is_only_planned = run.state == "planned" and run.now - (run.started or 0.0) > START_S
+            if run.state in FINAL or is_only_planned:
                 return
             pause.wait(every_s)
-
-
-def _is_only_planned(run: Run) -> bool:
-    """Whether nobody starts it any more, so that there is nothing to watch."""
-    return run.state == "planned" and run.now - (run.started or 0.0) > START_S
 
 
 def _again_in(pause_s: float, why: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ import yaml
 
 from llmx.observe.page import changes, document, thinned
 from llmx.observe.page.run import MAX_POINTS, curves, run_page
-from llmx.observe.page.sweep import sweep_page, write_report
+from llmx.observe.page.sweep import report_sweep, sweep_page
 from llmx.observe.report.sweep_data import load_sweep
 from llmx.observe.run import load_run
 from llmx.run.rundir import RunDir, read_json, write_json, write_text
@@ -231,7 +231,7 @@ def test_the_page_is_as_wide_as_the_screen(browser: Browser, tmp_path: Path, mak
 def test_a_sweep_is_drawn(browser: Browser, tmp_path: Path) -> None:
     directory = sweepdirs.grid(tmp_path / "sweep")
     sweep = load_sweep(directory)
-    write_report(sweep, directory)
+    report_sweep(sweep, directory)
     for width in (PHONE, DESK):
         browser.open((directory / "sweep.html").as_uri(), width=width)
         browser.wait("document.querySelectorAll('canvas').length == 3")
@@ -283,7 +283,7 @@ def test_many_numbers_of_a_key_are_put_together(browser: Browser, tmp_path: Path
     _, shown = sweep_page(sweep, link=lambda _: "")["sections"]["Objective"]
     kinds = [chart["series"][0]["kind"] for chart in shown["charts"]]
     assert kinds == ["line dots", "dots"]
-    write_report(sweep, directory)
+    report_sweep(sweep, directory)
     browser.open((directory / "sweep.html").as_uri(), width=PHONE)
     browser.wait("document.querySelectorAll('canvas').length == 3")
     assert browser.evaluate(GEOMETRY)["page"] == PHONE

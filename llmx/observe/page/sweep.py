@@ -54,10 +54,13 @@ Link = Callable[[Trial], str]
 
 
 def report_sweep(sweep: Sweep, out: Path, *, width: int | None = None) -> None:
-    """Write the files of a sweep into ``out``, and print its table."""
+    """Write ``sweep.csv``, ``sweep.md`` and ``sweep.html`` into ``out``, and print the table."""
     files, warning = [CSV, MARKDOWN, PAGE], ""
+    place = Path(os.path.abspath(out))  # as the run directories are: paths in it are relative
     try:
-        write_report(sweep, out)
+        write_sweep(sweep.trials, directory=place, best=best_lines(sweep))
+        content = sweep_page(sweep, link=lambda trial: _saved(trial, place))
+        write_text(place / PAGE, document(content["title"], content))
     except OSError as error:
         # A full or read-only disk: what can be printed is printed all the same.
         files = []
@@ -66,14 +69,6 @@ def report_sweep(sweep: Sweep, out: Path, *, width: int | None = None) -> None:
     if warning:
         print(warning)
     sys.stdout.flush()
-
-
-def write_report(sweep: Sweep, out: Path) -> None:
-    """Write ``sweep.csv``, ``sweep.md`` and ``sweep.html`` into ``out``."""
-    out = Path(os.path.abspath(out))  # as the run directories are: paths in it are relative
-    write_sweep(sweep.trials, directory=out, best=best_lines(sweep))
-    content = sweep_page(sweep, link=lambda trial: _saved(trial, out))
-    write_text(out / PAGE, document(content["title"], content))
 
 
 def _saved(trial: Trial, out: Path) -> str:

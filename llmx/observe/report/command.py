@@ -25,7 +25,6 @@ from llmx.observe.report.sweep_data import load_sweep
 from llmx.observe.report.sweep_table import measures
 from llmx.observe.run import Run, load_run
 from llmx.run.rundir import RunDir, write_text
-from llmx.run.sweepdir import Sweep
 
 SHOWN_COMPLETIONS = 6
 SHOWN_SAMPLES = 4
@@ -42,24 +41,17 @@ def run(options: argparse.Namespace) -> int:
             flag = "--out" if options.out else "--objective"
             raise ConfigError(f"{flag} is for sweeps, and {path} is a run. Leave {flag} out.")
         return _report(path, width=options.width)
-    sweep = load_sweep(path)
-    if options.objective:
-        sweep = with_objective(sweep, options.objective)
-    report_sweep(sweep, options.out or path, width=options.width)
-    return 0
-
-
-def with_objective(sweep: Sweep, objective: str) -> Sweep:
-    """The sweep with another objective; ConfigError where its trials have no such number."""
+    sweep, objective = load_sweep(path), options.objective
     names = [name for name in measures(sweep.trials) if name != "steps"]
-    if objective not in names:
+    if objective and objective not in names:
         raise ConfigError(
             f"--objective {objective}: no trial has such a number."
             f"{did_you_mean(objective, names)} Choose one of {', '.join(names)}."
         )
-    if objective == sweep.objective:
-        return sweep
-    return replace(sweep, objective=objective, has_own_objective=False)
+    if objective and objective != sweep.objective:
+        sweep = replace(sweep, objective=objective, has_own_objective=False)
+    report_sweep(sweep, options.out or path, width=options.width)
+    return 0
 
 
 def _report(run_dir: Path, *, width: int | None) -> int:

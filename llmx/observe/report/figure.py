@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,14 @@ def draw_losses(runs: Sequence[Run], path: Path) -> bool:
     losses = [value for _, train, evals in curves for _, value in train + evals]
     if not losses:
         return False
-    with loss_axes(path, title=loss_title(run.records for run in runs)) as axes:
-        from matplotlib.ticker import MaxNLocator
+    import matplotlib
 
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = pyplot.subplots(figsize=(9, 5), dpi=120, layout="constrained")
+    try:
         for (name, train, evals), style in zip(curves, STYLES, strict=False):
             _draw_run(axes, name, train, evals, style)
         finite = [value for value in losses if math.isfinite(value)]
@@ -42,29 +46,15 @@ def draw_losses(runs: Sequence[Run], path: Path) -> bool:
             axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(loc="upper right", framealpha=0.8, edgecolor="none")
-    return True
-
-
-@contextlib.contextmanager
-def loss_axes(path: Path, *, title: str = "loss") -> Iterator[Any]:
-    """Axes for losses over steps, called ``title``; the picture is written to ``path`` at the end
-    of the block."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 5), dpi=120, layout="constrained")
-    try:
-        yield axes
         axes.set_xlabel("optimizer step")
-        axes.set_ylabel(title)
+        axes.set_ylabel(loss_title(run.records for run in runs))
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         with replacing(path) as stream:
             figure.savefig(stream, format="png")
     finally:
         pyplot.close(figure)
+    return True
 
 
 def _draw_run(

@@ -214,19 +214,14 @@ def device_lines(plan: Plan, exp: Experiment) -> list[str]:
         recomputed = "nothing recomputed" if how == "none" else f"{how} activation checkpointing"
         size = max(rank.micro_batch for rank in ranks)
         lines.append(f"{name}: micro batch {size} ({_limited_by(plan, exp, ranks)}), {recomputed}")
-    return [*lines, _alike(exp)]
-
-
-def _alike(exp: Experiment) -> str:
-    """Name the settings that cannot differ by type of device, and why."""
-    where = _offloaded(exp.zero)
-    texts = [
-        f"offload ({', '.join(where) or 'none'}), since DeepSpeed lays out and sums gradients by "
-        "one setting of all ranks"
-    ]
+    where = ", ".join(_offloaded(exp.zero)) or "none"
+    alike = (
+        f"offload ({where}), since DeepSpeed lays out and sums gradients by one setting of all "
+        "ranks"
+    )
     if exp.zero.stage == 3:
-        texts.append("activation checkpointing, since at stage 3 all ranks gather together")
-    return f"all alike: {'; '.join(texts)}"
+        alike += "; activation checkpointing, since at stage 3 all ranks gather together"
+    return [*lines, f"all alike: {alike}"]
 
 
 def _offloaded(zero: ZeroConfig) -> list[str]:
@@ -593,7 +588,7 @@ def storage_blocks(plan: Plan, here: Mapping[str, Any]) -> list[Block | None]:
         values = [getattr(host, attribute) for host in hosts]
         if not always and all(value == 0 for value in values):
             return []
-        return [[name, *map(_size, values)]]
+        return [[name, *(UNKNOWN if size is None else human.size(size) for size in values)]]
 
     def available(name: str, key: str) -> list[list[str]]:
         is_local = [bool(local & set(host.hosts)) for host in hosts]
@@ -630,7 +625,3 @@ def _disk(storage: StoragePlan, host: HostStorage) -> str:
         return UNKNOWN
     max_bytes = storage.disk_bytes(host.checkpoint_bytes, host.model_bytes)
     return "no limit" if max_bytes is None else human.size(max_bytes)
-
-
-def _size(value: int | None) -> str:
-    return UNKNOWN if value is None else human.size(value)

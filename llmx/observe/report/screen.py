@@ -78,6 +78,7 @@ def print_blocks(
 
 def rendered(blocks: Iterable[Block | None], *, is_blank: bool = True) -> Iterator[RenderableType]:
     """Blocks as rich has them, with an empty line before each but a text."""
+    from rich.table import Table
     from rich.text import Text
 
     for block in filter(None, blocks):
@@ -95,7 +96,10 @@ def rendered(blocks: Iterable[Block | None], *, is_blank: bool = True) -> Iterat
         elif kind == "table":
             yield pairs_table(value["rows"])
         elif kind == "list":
-            yield _warnings(value)
+            warnings = Table.grid(padding=(0, 1))
+            for text in value:  # each wrapped under itself
+                warnings.add_row(Text(" !", style="bold yellow"), Text(printable(text), "yellow"))
+            yield warnings
         elif kind == "code":
             yield Text("\n".join(f"  {line}" for line in value.splitlines()), style="dim")
         else:
@@ -148,15 +152,4 @@ def pairs_table(rows: Iterable[tuple[str, str]]) -> Table:
     table.add_column(overflow="fold")
     for name, text in rows:
         table.add_row(f" {name}", Text(printable(text)))
-    return table
-
-
-def _warnings(texts: Iterable[str]) -> RenderableType:
-    """Each warning behind a ``!``, wrapped under itself."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 1))
-    for text in texts:
-        table.add_row(Text(" !", style="bold yellow"), Text(printable(text), style="yellow"))
     return table

@@ -49,10 +49,6 @@ class Steps:
         """The idle share of a step, as the mean over all ranks."""
         return sum(rank.idle for rank in self.ranks) / len(self.ranks)
 
-    @property
-    def most_idle(self) -> RankStep:
-        return max(self.ranks, key=lambda rank: (rank.idle, -rank.rank))
-
 
 def steps_by_rank(run: Run) -> Steps | None:
     """Read the newest ``train`` line with times; None where the ranks did not measure them.
@@ -84,7 +80,7 @@ def steps_by_rank(run: Run) -> Steps | None:
 
 def idle_text(steps: Steps) -> str:
     """State the share of the ranks' time that is waiting for slower ones."""
-    slowest = steps.most_idle
+    slowest = max(steps.ranks, key=lambda rank: (rank.idle, -rank.rank))
     text = f"{human.percent(steps.idle)} of the ranks' computing time"
     if slowest.idle >= 0.01:
         where = f" ({slowest.host})" if slowest.host else ""

@@ -18,7 +18,7 @@ from llmx import text as human
 from llmx.observe.page import block, table
 from llmx.observe.report.screen import open_console, print_blocks
 from llmx.observe.report.sweep_data import CSV, axes, value_of
-from llmx.run.metrics import Metric, metric_of
+from llmx.run.metrics import metric_of
 from llmx.run.rundir import write_text
 from llmx.run.sweepdir import NOT_RUN, STOPPED, WELL, Sweep, Trial
 from llmx.text import plural, shorter_path
@@ -39,7 +39,9 @@ def print_sweep(
     kinds = ["number", "words", "short", *["number"] * (len(heads) - 3)]
     content = table(rows, heads=heads, kinds=kinds)
     if content is not None:
-        content["table"]["styles"] = [_style(trial) for trial in trials]
+        content["table"]["styles"] = [
+            "red" if trial.failed else "" if trial.outcome in WELL else "dim" for trial in trials
+        ]
     has_best = any(BEST in cell for row in rows for cell in row)
     lines = [f"{BEST} best of its column"] if has_best else []
     listed = ", ".join([*files, "one directory per trial"])
@@ -48,12 +50,6 @@ def print_sweep(
     title = block("heading", f"Sweep: {headline(trials)}")
     text = block("text", "\n".join(f" {line}" for line in lines))
     print_blocks(console, [title, content, text], is_blank=False)
-
-
-def _style(trial: Trial) -> str:
-    if trial.failed:
-        return "red"
-    return "" if trial.outcome in WELL else "dim"
 
 
 def write_sweep(trials: Sequence[Trial], *, directory: Path, best: Sequence[str] = ()) -> None:
@@ -159,14 +155,10 @@ def failures(trials: Sequence[Trial]) -> list[str]:
         if apart and is_said and not (trial.outcome == "same" and trial.same_as is not None):
             groups.setdefault((trial.word, text), []).append(trial)
     return [
-        f"{_labels(group)} {word}" + (f": {human.one_line(text, limit=400)}" if text else "")
+        f"{sorted(trial.index for trial in group)} {word}"
+        + (f": {human.one_line(text, limit=400)}" if text else "")
         for (word, text), group in groups.items()
     ]
-
-
-def _labels(trials: Sequence[Trial]) -> str:
-    """The numbers of trials in brackets: ``[3]``, ``[3, 5, 6]``."""
-    return f"[{', '.join(map(str, sorted(trial.index for trial in trials)))}]"
 
 
 @dataclass(frozen=True)
@@ -192,7 +184,9 @@ def measures(trials: Sequence[Trial]) -> dict[str, Measure]:
         "train/loss": Measure("train loss", min, human.number, "train loss {}", "loss"),
         "eval/loss": Measure("eval loss", min, human.number, "eval loss {}"),
     }
-    for name, metric in metrics_of(trials).items():
+    # Every metric of any trial, in the order in which they are met.
+    met = {name: metric_of(name, trial.declared) for trial in trials for name in trial.metrics}
+    for name, metric in met.items():
         better = {True: max, False: min, None: None}[metric.higher_is_better]
         sentence = f"{metric.title} {{}}"
         unit = "%" if metric.format == "percent" else ""
@@ -231,11 +225,6 @@ def cells(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
         for trial, row, text in zip(trials, rows, texts, strict=True):
             row.append(f"{text}{BEST}" if trial.outcome == "ok" and text == best else text)
     return heads, rows
-
-
-def metrics_of(trials: Sequence[Trial]) -> dict[str, Metric]:
-    """Every metric of any trial, in the order in which they are met."""
-    return {name: metric_of(name, trial.declared) for trial in trials for name in trial.metrics}
 
 
 def _run_dir(trial: Trial, directory: Path) -> str:

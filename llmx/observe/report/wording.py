@@ -208,7 +208,7 @@ def _metrics(run: Run) -> list[tuple[str, str]]:
     """Every metric of the evaluations: before and after training, and the best on the way."""
     declared, rows = run.declared, []
     displayed = {name for line in run.evals for name in measured(line, declared, shown=True)}
-    for name, points in run.metric_points("eval").items():
+    for name, points in run.eval_points().items():
         metric = metric_of(name, declared)
         of_samples = f"{name}_before" in run.samples
         before, after = (
