@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx.launch.agents.agent import tag_of
-from llmx.launch.agents.connection import Connection, local_connection
+from llmx.launch.agents.connection import LOCAL_AGENT, Connection
 
 
 def wait_until(condition: Callable[[], Any], *, timeout_s: float = 60.0) -> Any:
@@ -43,8 +43,9 @@ class Rig:
         self.tag = tag_of(self.token)
         self.directory = directory
         self.started: list[subprocess.Popen[bytes]] = []
-        self.connection = connection or local_connection(
-            "here", (0,), directory / "agent.log", queue.Queue()
+        log = directory / "agent.log"
+        self.connection = connection or Connection(
+            "here", (0,), LOCAL_AGENT, log, queue.Queue(), is_remote=False
         )
         self.connection.start(dict(os.environ))
         self.handshake()

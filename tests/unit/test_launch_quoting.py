@@ -11,7 +11,6 @@ import functools
 import importlib.util
 import logging
 import os
-import queue
 import re
 import shlex
 import shutil
@@ -29,7 +28,7 @@ from hypothesis import strategies as st
 
 from llmx.config.validate import is_one_line
 from llmx.errors import ConfigError
-from llmx.launch.agents.connection import remote_connection
+from llmx.launch.agents.connection import agent_argv
 from llmx.launch.environment import render_ds_env
 from llmx.launch.files import render_command, rendered_files
 from llmx.launch.ssh_config import ssh_argv
@@ -90,10 +89,8 @@ def test_the_python_of_a_host(empty: Path, name: str) -> None:
         python = Path(directory) / name
         python.write_text("#!/bin/sh\nprintf '%s' \"$0\"\n")
         python.chmod(0o755)
-        connection = remote_connection(
-            "node-a", (0,), empty / "log", queue.Queue(), ssh_config=empty, python=str(python)
-        )
-        assert by_shell(connection.argv[-1], empty) == str(python)
+        argv = agent_argv("node-a", ssh_config=empty, python=str(python))
+        assert by_shell(argv[-1], empty) == str(python)
 
 
 @FUZZ
@@ -101,10 +98,8 @@ def test_the_python_of_a_host(empty: Path, name: str) -> None:
 @example(HOSTILE_WORDS)
 def test_the_command_that_enters_a_container(empty: Path, programs: Path, words: list[str]) -> None:
     enter = [str(programs / "words"), *words]
-    connection = remote_connection(
-        "node-a", (0,), empty / "log", queue.Queue(), ssh_config=empty, python="no", enter=enter
-    )
-    arrived = by_shell(connection.argv[-1], empty).split("\0")
+    argv = agent_argv("node-a", ssh_config=empty, python="no", enter=enter)
+    arrived = by_shell(argv[-1], empty).split("\0")
     assert arrived[: len(words) + 2] == [*words, "/bin/sh", "-c"]
 
 

@@ -44,6 +44,8 @@ BOOTSTRAP = (
     "exec(compile(s,'llmx-remote','exec'),{'__name__':'__main__'})\n"
 )
 """What ``python -c`` gets on the command line. Its input stays open for what the program reads."""
+LOCAL_AGENT = [sys.executable, "-I", "-S", "-c", BOOTSTRAP]
+"""The command of the agent of this machine."""
 Message = dict[str, Any]
 HEARTBEAT_S = 3.0
 """Seconds between two pings to the agent of another host."""
@@ -55,11 +57,6 @@ SSH_OPTIONS = ("-oServerAliveInterval=4", "-oServerAliveCountMax=3")
 lost on the way. Of an agent that runs, the pings show earlier that it is silent."""
 CLOCK_SAMPLES = 20
 """The clock of a host is measured by the quickest of the last so many pings: it may be set."""
-
-
-def framed(source: bytes) -> bytes:
-    """The source of a program as ``BOOTSTRAP`` reads it."""
-    return f"{len(source)}\n".encode() + source
 
 
 def survey_source() -> str:
@@ -121,32 +118,25 @@ class Connection:
     def start(self, env: dict[str, str]) -> None:
         """Start the agent, in a session of its own: Ctrl-C in the terminal is not for it."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        relay = None
-        if self.is_remote:
-            relay = subprocess.Popen(
-                ["/bin/sh", "-c", RELAY],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=env,
-                start_new_session=True,
+        pipe, relay = subprocess.PIPE, None
+
+        def start(argv: list[str], stdin: Any, stderr: Any) -> subprocess.Popen[bytes]:
+            return subprocess.Popen(
+                argv, stdin=stdin, stdout=pipe, stderr=stderr, env=env, start_new_session=True
             )
+
+        if self.is_remote:
+            relay = start(["/bin/sh", "-c", RELAY], pipe, subprocess.DEVNULL)
         with self.log.open("ab") as log:
             self._log_start = log.tell()
-            process = subprocess.Popen(
-                self.argv,
-                stdin=relay.stdout if relay is not None else subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=env,
-                start_new_session=True,
-            )
+            process = start(self.argv, pipe if relay is None else relay.stdout, log)
         if relay is not None and relay.stdout is not None:
             relay.stdout.close()  # ssh has it
         stdin = (relay or process).stdin
         assert stdin is not None
         with contextlib.suppress(OSError):  # the reader will see why
-            stdin.write(framed(AGENT_SOURCE))  # before anything that another thread sends
+            # Before anything that another thread sends.
+            stdin.write(f"{len(AGENT_SOURCE)}\n".encode() + AGENT_SOURCE)
             stdin.flush()
         self._relay, self._process = relay, process
         self.last_message_at = self.last_message_at or time.monotonic()
@@ -313,36 +303,21 @@ class Connection:
             self.inbox.put((self, {"event": "lost"}))
 
 
-def local_connection(
-    name: str, hosts: tuple[int, ...], log: Path, inbox: queue.Queue[tuple[Connection, Message]]
-) -> Connection:
-    """The connection to the agent of this machine."""
-    argv = [sys.executable, "-I", "-S", "-c", BOOTSTRAP]
-    return Connection(name, hosts, argv, log, inbox, is_remote=False)
-
-
-def remote_connection(
-    name: str,
-    hosts: tuple[int, ...],
-    log: Path,
-    inbox: queue.Queue[tuple[Connection, Message]],
-    *,
-    ssh_config: Path | None,
-    python: str,
-    enter: Sequence[str] = (),
-) -> Connection:
-    """The connection to the agent of another host, over ssh (``ssh_config=None``: on this machine,
-    in another container). ``enter``: the command that enters it."""
+def agent_argv(
+    host: str, *, ssh_config: Path | None, python: str, enter: Sequence[str] = ()
+) -> list[str]:
+    """The command of an agent that is not of this machine itself, over ssh (``ssh_config=None``: on
+    this machine, in another container). ``enter``: the command that enters it."""
     script = (
         f'for p in {shlex.quote(python)} python3; do command -v "$p" >/dev/null 2>&1 && '
         f'exec "$p" -I -S -u -c {shlex.quote(BOOTSTRAP)}; done; '
         'echo "no python3 on this host" >&2; exit 127'
     )
     argv = [*enter, "/bin/sh", "-c", script]
-    if ssh_config is not None:
-        ssh, *words = ssh_argv(ssh_config, name, argv)
-        argv = [ssh, *SSH_OPTIONS, *words]
-    return Connection(name, hosts, argv, log, inbox, is_remote=True)
+    if ssh_config is None:
+        return argv
+    ssh, *words = ssh_argv(ssh_config, host, argv)
+    return [ssh, *SSH_OPTIONS, *words]
 
 
 def request_all(

@@ -28,11 +28,11 @@ from llmx.hardware.compare import (
 )
 from llmx.hardware.survey import space_facts
 from llmx.launch.agents.connection import (
+    LOCAL_AGENT,
     AgentError,
     Connection,
     Message,
-    local_connection,
-    remote_connection,
+    agent_argv,
     request_all,
     survey_source,
 )
@@ -66,7 +66,7 @@ def start_agents(
     spec: LaunchSpec, inbox: queue.Queue[tuple[Connection, Message]]
 ) -> list[Connection]:
     """Start an agent on this machine (the first of the list) and on every host that uses ssh."""
-    plan, logs = spec.plan, spec.run_dir.logs
+    plan = spec.plan
     write_text(spec.run_dir.ssh_config, render_ssh_config([*plan.hosts, *plan.rollout_hosts]))
     local = tuple(
         index
@@ -74,7 +74,8 @@ def start_agents(
         if host.is_local and not spec.host(index).enter
     )
     name = plan.hosts[local[0]].name if local else "this machine"
-    connections = [local_connection(name, local, logs / "agent-local.log", inbox)]
+    log = spec.run_dir.logs / "agent-local.log"
+    connections = [Connection(name, local, LOCAL_AGENT, log, inbox, is_remote=False)]
     if transport_of(plan.transport).has_agents:
         remote = (index for index in range(len(plan.hosts)) if index not in local)
         connections += [connection_of(spec, index, inbox) for index in remote]
@@ -89,19 +90,13 @@ def connection_of(
     spec: LaunchSpec, index: int, inbox: queue.Queue[tuple[Connection, Message]]
 ) -> Connection:
     """The connection to a host of the plan, whose agent is not started yet."""
-    host, enter = spec.plan.hosts[index], spec.host(index).enter
+    host, enter, argv = spec.plan.hosts[index], spec.host(index).enter, LOCAL_AGENT
+    is_remote = bool(enter) or not host.is_local
+    if is_remote:
+        config = None if host.is_local else spec.run_dir.ssh_config
+        argv = agent_argv(host.name, ssh_config=config, python=spec.python_on(index), enter=enter)
     log = spec.run_dir.logs / f"agent-{host.name}.log"
-    if host.is_local and not enter:
-        return local_connection(host.name, (index,), log, inbox)
-    return remote_connection(
-        host.name,
-        (index,),
-        log,
-        inbox,
-        ssh_config=None if host.is_local else spec.run_dir.ssh_config,
-        python=spec.python_on(index),
-        enter=enter,
-    )
+    return Connection(host.name, (index,), argv, log, inbox, is_remote=is_remote)
 
 
 def handshake(spec: LaunchSpec, connections: list[Connection]) -> LaunchSpec:
