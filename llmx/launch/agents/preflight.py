@@ -435,29 +435,24 @@ def survey_hosts(
     ``is_alone``: there is no host to compare with, and the ranks themselves check what torch was
     built for; ``remove``: host -> stale locks that are removed first.
     """
-    used = {connection.name: connection for connection in connections if connection.hosts}
-    questions: dict[str, Message] = {}
-    records: dict[str, HostRecord] = {}
-    names: dict[str, str] = {}
-    for name, connection in used.items():
-        index = connection.hosts[0]
-        questions[name] = _questions(spec, index)
-        if is_alone:
-            questions[name]["torch"] = False
-        records[name] = HostRecord(spec.plan.hosts[index])
-        names[name] = survey_request(spec.python_on(index), questions[name])
+    used = [connection for connection in connections if connection.hosts]
+    records: dict[str, tuple[HostRecord, str]] = {}
 
     def request(connection: Connection) -> Message:
         index, name = connection.hosts[0], connection.name
-        earlier = {"known": records[name].survey(names[name]), "remove": (remove or {}).get(name)}
+        questions, python = _questions(spec, index), spec.python_on(index)
+        if is_alone:
+            questions["torch"] = False
+        record, key = HostRecord(spec.plan.hosts[index]), survey_request(python, questions)
+        records[name] = record, key
+        questions |= {"known": record.survey(key), "remove": (remove or {}).get(name)}
         paths = (spec.run_dir.root, Path(spec.worker_path).parent)
-        arguments = [spec.path_on(index, path) for path in paths]
-        arguments.append(json.dumps({**questions[name], **earlier}))
-        return {"python": spec.python_on(index), "program": survey_source(), "arguments": arguments}
+        arguments = [*(spec.path_on(index, path) for path in paths), json.dumps(questions)]
+        return {"python": python, "program": survey_source(), "arguments": arguments}
 
     surveys, problems = {}, {}
     for connection, reply in request_all(
-        used.values(), "survey", timeout_s=SURVEY_TIMEOUT_S, message=request
+        used, "survey", timeout_s=SURVEY_TIMEOUT_S, message=request
     ):
         name = connection.name
         if isinstance(reply, AgentError):
@@ -465,7 +460,8 @@ def survey_hosts(
             problems[name] = f"{name}: {python} cannot survey this host: {reply}"
             continue
         surveys[name] = reply["facts"]
-        records[name].note_survey(names[name], reply["facts"])
+        record, key = records[name]
+        record.note_survey(key, reply["facts"])
     return surveys, problems
 
 
