@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import signal as signals
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -34,6 +34,12 @@ class Match:
     row: Row | None
     block: Block
     groups: dict[str, str]
+
+    @property
+    def rank(self) -> tuple[Weight, Kind, int]:
+        """How well it explains the log: the smallest is the cause."""
+        weight = self.row.weight if self.row is not None else Weight.CAUSE
+        return weight, self.block.kind, self.block.start
 
     @property
     def line(self) -> str:
@@ -66,7 +72,7 @@ def find_failure(text: str) -> Match | None:
         ]
     in_context = cache(lambda pattern: bool(re.search(pattern, text)))
     shapes: set[str] = set()
-    matches: list[tuple[tuple[int, int, int, int], Match]] = []
+    matches: list[Match] = []
     unmatched: list[Block] = []
     for block in blocks:
         if block.kind in (Kind.IGNORED, Kind.HARMLESS):
@@ -84,17 +90,17 @@ def find_failure(text: str) -> Match | None:
     unknown = next((block for block in unmatched if block.kind == Kind.TRACEBACK), None)
     if unknown is not None:
         # A line that is no error does not explain a traceback.
-        matches = [m for m in matches if m[1].block.kind != Kind.PLAIN]
-    best = min(matches, key=lambda match: match[0], default=None)
+        matches = [match for match in matches if match.block.kind != Kind.PLAIN]
+    best = min(matches, key=lambda match: match.rank, default=None)
     if best is not None and unknown is not None:
-        weight, kind, line = best[0][0], best[1].block.kind, best[1].block.lines[0]
-        is_later = unknown.start < line.number
+        (weight, kind, start), line = best.rank, best.block.lines[0]
+        is_later = unknown.start < start
         is_other = is_later or unknown.lines[0].source != line.source
         is_said_after = is_later and kind != Kind.TRACEBACK and not logs.DECIDES.search(line.text)
         if weight >= Weight.SIGNAL or is_said_after or (weight == Weight.SYMPTOM and is_other):
             return Match(None, unknown, {})
     if best is not None:
-        return best[1]
+        return best
     for kind in (Kind.TRACEBACK, Kind.ERROR, Kind.EXIT):
         blocks_of_kind = [block for block in unmatched if block.kind == kind]
         if blocks_of_kind:
@@ -114,39 +120,28 @@ def _compiled() -> tuple[tuple[Row, re.Pattern[str], re.Pattern[str] | None], ..
     )  # fmt: skip
 
 
-def _matches_of(
-    block: Block, in_context: Callable[[str], bool]
-) -> list[tuple[tuple[int, int, int, int], Match]]:
-    """The rows that match a block, each with how well it explains the log.
+def _matches_of(block: Block, in_context: Callable[[str], bool]) -> list[Match]:
+    """The rows that match a block, in the order of the catalogue.
 
     Of chained exceptions the last decides; that before it only where the last says nothing.
     """
-    matches: list[tuple[tuple[int, int, int, int], Match]] = []
+    matches: list[Match] = []
     part: Block | None = block
     while part is not None:
-        hits = [
-            ((row.weight, part.kind, part.start, order), Match(row, part, groups))
-            for order, row, groups in _rows_of(part, in_context)
-        ]
+        text, hits = part.text, list[Match]()
+        for row, pattern, symptom in _compiled():
+            match = pattern.search(text)
+            if match is None and symptom is not None and in_context(row.context):
+                match = symptom.search(text)
+            if match is not None and (row.when is None or row.when(text)):
+                groups = {key: value for key, value in match.groupdict().items() if value}
+                hits.append(Match(row, part, groups))
         matches += hits
         says_nothing = not hits and not part.is_direct and not logs.is_wrapper(part)
-        if says_nothing or any(rank[0] <= Weight.SYMPTOM for rank, _ in hits):
+        if says_nothing or any(hit.rank[0] <= Weight.SYMPTOM for hit in hits):
             break
         part = part.earlier
     return matches
-
-
-def _rows_of(
-    block: Block, in_context: Callable[[str], bool]
-) -> Iterator[tuple[int, Row, dict[str, str]]]:
-    """The rows that match a block, with the order of each and the names of its match."""
-    text = block.text
-    for order, (row, pattern, symptom) in enumerate(_compiled()):
-        match = pattern.search(text)
-        if match is None and symptom is not None and in_context(row.context):
-            match = symptom.search(text)
-        if match is not None and (row.when is None or row.when(text)):
-            yield order, row, {key: value for key, value in match.groupdict().items() if value}
 
 
 DISK_FULL = "free some space, or set run_dir to a larger disk"
@@ -289,6 +284,13 @@ def _killed(number: int, oom_kills: int, log: str) -> Failure:
     return Failure("crash", f"the process died of signal {number}", NOTES["crash"], "signal")
 
 
+_WORDS = {
+    "Killed": 9, "Segmentation fault": 11, "Aborted": 6, "Bus error": 7, "Illegal instruction": 4,
+    "Floating point exception": 8, "Floating-point exception": 8,
+}  # fmt: skip
+"""Words for a signal, of the kernel and of Python's fault handler -> its number."""
+
+
 def signal_in_log(text: str) -> int:
     """The signal that a launcher's log says a rank died of; 0 where it names none.
 
@@ -299,10 +301,9 @@ def signal_in_log(text: str) -> int:
     match = match or re.search(r"exited on signal (\d+)", text)
     if match:
         return int(match[1])
-    words = {"Killed": 9, "Segmentation fault": 11, "Aborted": 6, "Bus error": 7}
-    match = re.search(rf"tasks? [\d,-]+: ({'|'.join(words)})", text)
+    match = re.search(rf"tasks? [\d,-]+: ({'|'.join(_WORDS)})", text)
     if match:
-        return words[match[1]]
+        return _WORDS[match[1]]
     match = re.search(r"exit(?:ed|s)? (?:with )?(?:exit |return )?code[ =:]+(1[2-5]\d)\b", text)
     number = int(match[1]) - 128 if match else 0
     return number if number in (4, 6, 7, 9, 11) else 0
@@ -312,17 +313,12 @@ def signal_of_silent_death(log: str) -> int:
     """The signal that ended a rank which left no status, from its own log.
 
     Ranks run with Python's fault handler, which writes a line for every deadly signal that
-    can be caught; one that ended without it and without a traceback was killed outright. A rank
-    without a log may not have come so far: 0.
+    can be caught; one that ended without it and without a traceback was killed outright.
     """
-    if not log.strip():
-        return 0
     end = log[-16384:]
     match = re.search(r"Fatal Python error: ([A-Z][a-z]+(?: [a-z]+)*)", end)
     if match:
-        words = {"Segmentation fault": 11, "Bus error": 7, "Aborted": 6, "Illegal instruction": 4,
-                 "Floating point exception": 8, "Floating-point exception": 8}  # fmt: skip
-        return words.get(match[1].strip(), 0)
+        return _WORDS.get(match[1].strip(), 0)
     return 0 if logs.TRACEBACK in end else int(signals.SIGKILL)
 
 
