@@ -65,9 +65,10 @@ def train(run_dir: RunDir, status: RankStatus, stop: ShutdownRequest) -> None:
     exp = read_experiment(run_dir)
     plan = Plan.from_dict(read_json(run_dir.plan))
     check_place(plan, os.environ)
-    host = plan.hosts[plan.ranks[int(os.environ["RANK"])].host].name
-    exp = experiment_on(exp, host_named(exp.hardware, host))
-    os.environ["LOCAL_SIZE"] = str(local_size(plan, int(os.environ["RANK"])))
+    index = plan.ranks[int(os.environ["RANK"])].host
+    exp = experiment_on(exp, host_named(exp.hardware, plan.hosts[index].name))
+    # DeepSpeed counts CPU devices by it.
+    os.environ["LOCAL_SIZE"] = str(sum(rank.host == index for rank in plan.ranks))
     choose_gpus(plan, os.environ)
     choose_interface(plan, os.environ)
     choose_threads(exp, plan, os.environ)
@@ -122,12 +123,6 @@ def check_place(plan: Plan, environment: Mapping[str, str]) -> None:
             "launcher started another number of processes, or the nodes do not know each "
             "other. See logs/launcher.log, if it is there."
         )
-
-
-def local_size(plan: Plan, rank: int) -> int:
-    """Ranks on this rank's host (DeepSpeed counts CPU devices by LOCAL_SIZE)."""
-    host = plan.ranks[rank].host
-    return sum(other.host == host for other in plan.ranks)
 
 
 def choose_gpus(plan: Plan, environment: MutableMapping[str, str]) -> None:
