@@ -69,16 +69,13 @@ def rank_env(spec: LaunchSpec, host: int | None = None) -> dict[str, str]:
     Raises ConfigError for a variable of the config that breaks a rule.
     """
     exp, plan = spec.exp, spec.plan
-    problems = [
-        *env_problems(exp.hardware.env, key="hardware.env"),
-        *env_problems(exp.launch.env, key="launch.env"),
-        *(
-            problem
-            for host_config in exp.hardware.hosts
-            for problem in env_problems(host_config.env, key=f"{host_config.name}.env")
-        ),
-    ]
-    if problems:
+    configured = [("hardware", exp.hardware.env), ("launch", exp.launch.env)]
+    configured += [(host_config.name, host_config.env) for host_config in exp.hardware.hosts]
+    if problems := [
+        problem
+        for name, variables in configured
+        for problem in env_problems(variables, key=f"{name}.env")
+    ]:
         raise ConfigError("\n".join(problems))
     env = {
         name: value
