@@ -83,7 +83,7 @@ class Console:
         kind = record.get("kind")
         if is_declaration(record):
             self._declared = declared_in(record)
-        if kind == "start":
+        if kind == "start" or record.get("event") == "resumed":
             self._total = int(record.get("total_steps") or 0) or self._total
             if self._stream.isatty():
                 self._begin_bar()
@@ -91,10 +91,6 @@ class Console:
             self._train(record)
         elif kind == "eval":
             self.print(eval_line(record, self._declared))
-        elif record.get("event") == "resumed":
-            self._total = int(record.get("total_steps") or 0) or self._total
-            if self._stream.isatty():
-                self._begin_bar()  # rank 0 logs the message
 
     def countdown(self, text: str, left_s: float) -> None:
         """Overwrite a line of a terminal with a text and the time left; an empty text clears it."""
