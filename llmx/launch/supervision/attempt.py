@@ -124,7 +124,10 @@ class Attempt:
             cause = f"stopped by {self.shutdown.source} before the start"
             return Failure("interrupted", cause, stopped_by=self.shutdown.kind)
         except LlmxError as error:
-            return launch_failure(error)
+            # Before a rank was started.
+            lost = error.hosts if isinstance(error, HostsUnreachable) else ()
+            kind = {ConfigError: "config", DataError: "data"}.get(type(error), "comm")
+            return Failure("host_lost" if lost else kind, str(error), lost_hosts=lost)
         except OSError as error:
             return local_disk_failure(error, self.spec.run_dir)
         finally:
@@ -314,13 +317,6 @@ class Attempt:
             self.pool.stop()
         for connection in connections:
             connection.close(timeout_s=5 if connection.lost_at is None else 0.2)
-
-
-def launch_failure(error: LlmxError) -> Failure:
-    """The outcome of an attempt that failed before a rank was started."""
-    lost = error.hosts if isinstance(error, HostsUnreachable) else ()
-    kind = {ConfigError: "config", DataError: "data"}.get(type(error), "comm")
-    return Failure("host_lost" if lost else kind, str(error), lost_hosts=lost)
 
 
 def local_disk_failure(error: OSError, run_dir: RunDir) -> Failure:
