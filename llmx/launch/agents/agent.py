@@ -514,21 +514,16 @@ class Agent:
 
     def do_probe(self, message: Message) -> Message:
         """Connect to every peer (name, address, port) at once, and exchange ``size`` bytes."""
-        peers, results = collections.deque(message["peers"]), {}
+        from concurrent.futures import ThreadPoolExecutor  # not for each start of an agent
+
         token, size, timeout_s = message["token"].encode(), message["size"], message["timeout_s"]
 
-        def work() -> None:
-            with contextlib.suppress(IndexError):
-                while True:
-                    name, address, port = peers.popleft()
-                    results[name] = _probe(address, port, token, size, timeout_s)
+        def probe(peer: tuple[str, str, int]) -> tuple[str, Message]:
+            name, address, port = peer
+            return name, _probe(address, port, token, size, timeout_s)
 
-        threads = [threading.Thread(target=work) for _ in range(min(len(peers), PROBES))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return {"results": results}
+        with ThreadPoolExecutor(PROBES) as threads:
+            return {"results": dict(threads.map(probe, message["peers"]))}
 
     def do_mkdir(self, message: Message) -> Message:
         for path in message["paths"]:
@@ -643,14 +638,8 @@ class Agent:
             name = line.split(" ")[-1]
             if not name.startswith(prefix) or name.startswith(keep):
                 continue
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
-                try:
-                    other.connect("\0" + name[1:])
-                    credentials = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-                except OSError:
-                    continue  # it has exited just now
-            pid, user, _ = struct.unpack("3i", credentials)
-            # Without a pid it is in another container.
+            pid, user = owner_of(name[1:])
+            # Without a pid it is in another container, or has exited just now.
             if pid > 0 and user == os.getuid() and _is_agent(pid):
                 _signal(pid, signal.SIGKILL)
 
@@ -821,6 +810,18 @@ def tag_of(token: str) -> str:
     import hashlib  # not for each start of an agent
 
     return hashlib.blake2b(token.encode(), digest_size=8).hexdigest()
+
+
+def owner_of(name: str) -> tuple[int, int]:
+    """Process and user of who has bound an abstract name; (0, -1) where nobody has."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        try:
+            other.connect("\0" + name)
+            credentials = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        except OSError:
+            return 0, -1
+    pid, user, _ = struct.unpack("3i", credentials)
+    return pid, user
 
 
 def _is_rank(argv: list[str]) -> bool:

@@ -12,13 +12,13 @@ import fcntl
 import json
 import os
 import socket
-import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from llmx.errors import LaunchError
+from llmx.launch.agents.agent import owner_of
 from llmx.run.rundir import RunDir, read_json, write_json
 from llmx.run.tail import read_records
 
@@ -65,7 +65,8 @@ def _held(run_dir: RunDir, run_id: str, flags: int, lock: int) -> Iterator[int]:
             claim.bind(f"\0llmx-run-{run_id}")  # freed when this process ends, however it ends
             claim.listen()
         except OSError:
-            if _is_mine(f"\0llmx-run-{run_id}"):
+            # A process of another user only blocks the name.
+            if owner_of(f"llmx-run-{run_id}")[1] == os.getuid():
                 raise LaunchError(
                     f"{run_dir.root}: a run with the same id ({run_id}) is running from another "
                     "directory: this one is a copy of it. Remove run.json here to make it a run of "
@@ -75,17 +76,6 @@ def _held(run_dir: RunDir, run_id: str, flags: int, lock: int) -> Iterator[int]:
     finally:
         claim.close()
         os.close(descriptor)
-
-
-def _is_mine(name: str) -> bool:
-    """Whether a process of this user has bound this name; another user's only blocks it."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as holder:
-        try:
-            holder.connect(name)
-            credentials = holder.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        except OSError:
-            return False
-    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
 
 
 def _held_message(run_dir: RunDir) -> str:
