@@ -36,6 +36,7 @@ from llmx.config.fields import MAX_PATH
 from llmx.config.schema import Experiment
 from llmx.config.user_code import user_code
 from llmx.errors import LaunchError
+from llmx.launch.agents.agent import REPLACED
 from llmx.launch.agents.connection import AgentError, Connection, survey_source
 from llmx.launch.environment import tool_env
 from llmx.launch.spec import LaunchSpec
@@ -351,9 +352,8 @@ def pull(spec: LaunchSpec, host: str, ranks: list[int]) -> int:
     logs = ["/logs/", *(f"/logs/rank-{rank:03d}.log" for rank in ranks)]
     names = ["/ranks/", *(f"/ranks/rank-{rank:03d}.json" for rank in ranks), "/model/***"]
     if 0 in ranks:
-        files = ("metrics.jsonl", "samples.json", "tables.json", "inputs.json", "data.json")
         # The ranks that measure their speeds write the plan anew.
-        names += [f"/{name}" for name in (*files, "balance.json", "plan.json")]
+        names += [f"/{name}" for name in ("metrics.jsonl", *REPLACED, "plan.json")]
         logs.append("/rollouts.jsonl")
     # A log only grows: a host that lost its disk has a shorter one, which is not copied. The log
     # here may lack a part, from a time without a connection: then rsync sends all of it.
@@ -386,7 +386,7 @@ class RsyncPool:
         self.spec = spec
         self._running: set[subprocess.Popen[str]] = set()
         self._lock = threading.Lock()
-        self._terminated = False
+        self.terminated = False
 
     def at(self, host: str, path: str | Path) -> str:
         """The name for rsync of a path on another host (as it is called here)."""
@@ -402,7 +402,7 @@ class RsyncPool:
         argv += arguments
         pipe = subprocess.PIPE
         with self._lock:
-            if self._terminated:
+            if self.terminated:
                 raise LaunchError(f"launch.sync=rsync: {label}: cancelled.")
             process = subprocess.Popen(
                 argv,
@@ -431,14 +431,10 @@ class RsyncPool:
             )
         return output
 
-    @property
-    def terminated(self) -> bool:
-        return self._terminated
-
     def terminate(self) -> None:
         """End all that run, and start none any more."""
         with self._lock:
-            self._terminated = True
+            self.terminated = True
             for process in self._running:
                 process.terminate()
 
