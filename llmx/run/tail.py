@@ -23,15 +23,21 @@ class LineTail:
     is read anew from its first line, and ``began_anew`` is true until the next call.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, from_end: bool = False, max_bytes: int | None = None) -> None:
+        """``from_end``: without the lines that are there already. ``max_bytes``: of more than that
+        at once, the end; and a longer line is split, since a program may write without ends."""
+        self.path, self._max_bytes = path, max_bytes
         self.began_anew = False
         self._offset = 0
         self._partial = b""
         self._file: tuple[int, int] | None = None
+        if from_end and path.exists():
+            status = path.stat()
+            self._offset, self._file = status.st_size, (status.st_dev, status.st_ino)
 
-    def read(self) -> list[bytes]:
-        """The new lines, in order, without their ends; none where there is no file."""
+    def read(self, *, final: bool = False) -> list[bytes]:
+        """The new lines, in order, without their ends; none where there is no file. ``final``: an
+        unfinished one, too."""
         self.began_anew = False
         try:
             with self.path.open("rb") as stream:
@@ -41,6 +47,9 @@ class LineTail:
                 if is_known and (file != self._file or status.st_size < self._offset):
                     self._offset, self._partial, self.began_anew = 0, b"", True
                 self._file = file
+                longest = status.st_size if self._max_bytes is None else self._max_bytes
+                if status.st_size - self._offset > longest:
+                    self._offset, self._partial = status.st_size - longest, b""
                 stream.seek(self._offset)
                 data = stream.read()
         except OSError:
@@ -48,6 +57,10 @@ class LineTail:
         self._offset += len(data)
         lines = (self._partial + data).split(b"\n")
         self._partial = lines.pop()
+        is_long = self._max_bytes is not None and len(self._partial) > self._max_bytes
+        if self._partial and (final or is_long):
+            lines.append(self._partial)
+            self._partial = b""
         return lines
 
 

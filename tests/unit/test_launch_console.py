@@ -18,8 +18,9 @@ import pytest
 from llmx.launch.agents.agent import REPLACED, STREAMED
 from llmx.launch.supervision.console import Console
 from llmx.launch.supervision.finalize import is_llmx_error, restarts_line, shorten_traceback
-from llmx.launch.supervision.tail import LineReader, apply_update
+from llmx.launch.supervision.tail import apply_update
 from llmx.run.rundir import RunDir
+from llmx.run.tail import LineTail
 from tests import tracked_run
 
 TRAIN: dict[str, Any] = {
@@ -30,32 +31,33 @@ TRAIN: dict[str, Any] = {
 
 def test_only_whole_lines_are_read(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    reader = LineReader(path)
+    reader = LineTail(path)
     assert reader.read() == []
     data = "one\ntwö".encode()
     path.write_bytes(data[:-1])  # a character cut in two
-    assert reader.read() == ["one"]
+    assert reader.read() == [b"one"]
     path.write_bytes(data + b" more\nthree")
-    assert reader.read() == ["twö more"]
-    assert reader.read(final=True) == ["three"]
+    assert reader.read() == ["twö more".encode()]
+    assert reader.read(final=True) == [b"three"]
     assert reader.read(final=True) == []
 
 
 def test_a_flood_of_words_does_not_fill_the_memory(tmp_path: Path) -> None:
     """Neither more than can be shown, nor a line that never ends."""
     path = tmp_path / "log"
-    reader = LineReader(path, max_bytes=20)
+    reader = LineTail(path, max_bytes=20)
     path.write_bytes(b"first\n" + b"x" * 1000 + b"\nlast but one\nlast\n")
-    assert reader.read()[-2:] == ["last but one", "last"]
+    assert reader.read()[-2:] == [b"last but one", b"last"]
     assert reader.read(final=True) == []
     path.write_bytes(b"")  # by somebody who needs the space
     assert reader.read() == []
     path.write_bytes(b"anew\n")
-    assert reader.read() == ["anew"]
-    endless = LineReader(tmp_path / "bar")
-    (tmp_path / "bar").write_bytes(b"\r 10 %" * 200_000)
-    (line,) = endless.read()
-    assert len(line) == 1_200_000
+    assert reader.read() == [b"anew"]
+    endless = LineTail(tmp_path / "bar", max_bytes=20)
+    for lines in ([], [b"\r 10 %" * 6]):
+        with (tmp_path / "bar").open("ab") as stream:
+            stream.write(b"\r 10 %" * 3)
+        assert endless.read() == lines
 
 
 def update(run_dir: RunDir, event: str, path: str, data: bytes) -> None:

@@ -37,16 +37,11 @@ from llmx.launch.supervision.progress import (
     main_stack,
     waiting_places,
 )
-from llmx.launch.supervision.tail import (
-    FINAL_STATES,
-    SHOWN_BYTES,
-    LineReader,
-    apply_update,
-    tail_text,
-)
+from llmx.launch.supervision.tail import FINAL_STATES, SHOWN_BYTES, apply_update, tail_text
 from llmx.launch.transports import transport_of
 from llmx.run.metrics.lines import MetricsTail
 from llmx.run.rundir import write_json
+from llmx.run.tail import LineTail
 from llmx.text import duration
 
 SUSPENDED_S = 5.0
@@ -132,7 +127,7 @@ class RankMonitor:
         self.stacks = Stacks(self.run_dir, connections, self.poll)
         self._sized_at = 0.0
         self._rank_0, self._launcher = (
-            LineReader(path, from_end=True, max_bytes=SHOWN_BYTES)
+            LineTail(path, from_end=True, max_bytes=SHOWN_BYTES)
             for path in (self.run_dir.rank_log(0), self.run_dir.launcher_log)
         )
         self._launcher_log: list[str] = []
@@ -182,11 +177,12 @@ class RankMonitor:
                 self.progress.pause(min(since_s, 2 * SIZES_S))
             sizes = self.stacks.log_bytes(self.evidence.statuses)
             self.progress.take_log_bytes(sum(sizes.values()), now)
-        for line in self._launcher.read(final=final):
+        for raw in self._launcher.read(final=final):
+            line = raw.decode("utf-8", "replace")
             self._launcher_log = [*self._launcher_log[-400:], line]
             self._follow_queue(line)
-        for line in self._rank_0.read(final=final):
-            self.log.console.rank_line(line)
+        for raw in self._rank_0.read(final=final):
+            self.log.console.rank_line(raw.decode("utf-8", "replace"))
         for record in self._metrics.read():
             self.log.console.record(record)
             self.progress.take_record(record)

@@ -1,7 +1,4 @@
-"""Reads the files that the ranks write, while they write them.
-
-Only complete lines are read; a file that does not exist yet is empty.
-"""
+"""The ends of the files that ranks write, and what agents send of those on private disks."""
 
 from __future__ import annotations
 
@@ -21,38 +18,6 @@ _STREAMED = re.compile(
 FINAL_STATES = frozenset({"finished", "failed", "interrupted"})
 SHOWN_BYTES = 1 << 20
 """The most of a log that the console shows in one poll: its end. The file has all."""
-LINE_BYTES = 1 << 20
-"""A longer line is split: a program may write without line breaks."""
-
-
-class LineReader:
-    """New complete lines of a growing file. ``from_end``: without those that are there already;
-    ``max_bytes``: of more than that at once, the end."""
-
-    def __init__(self, path: Path, *, from_end: bool = False, max_bytes: int | None = None) -> None:
-        self.path, self.max_bytes = path, max_bytes
-        self.offset = path.stat().st_size if from_end and path.exists() else 0
-        self._rest = b""
-
-    def read(self, *, final: bool = False) -> list[str]:
-        """Lines completed since the last call; ``final``: an incomplete one, too."""
-        try:
-            with self.path.open("rb") as stream:
-                size = os.fstat(stream.fileno()).st_size
-                if size < self.offset:
-                    self.offset, self._rest = 0, b""  # truncated
-                if self.max_bytes is not None and size - self.offset > self.max_bytes:
-                    self.offset, self._rest = size - self.max_bytes, b""
-                stream.seek(self.offset)
-                data = stream.read()
-        except OSError:
-            data = b""
-        self.offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if self._rest and (final or len(self._rest) > LINE_BYTES):
-            lines.append(self._rest)
-            self._rest = b""
-        return [line.decode("utf-8", "replace") for line in lines]
 
 
 def tail_text(path: Path, *, start: int = 0, max_bytes: int = 16384) -> str:
