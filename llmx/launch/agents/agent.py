@@ -39,7 +39,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -655,12 +655,11 @@ class Agent:
     def do_list_files(self, message: Message) -> Message:
         """Files of the run directory that match the patterns: relative path -> bytes."""
         sizes = {}
-        for pattern in message["patterns"]:
-            pattern = os.path.join(glob.escape(self.run_dir), pattern)
-            for path in glob.glob(pattern, recursive=True):
-                with contextlib.suppress(OSError):
-                    if os.path.isfile(path):
-                        sizes[os.path.relpath(path, self.run_dir)] = os.path.getsize(path)
+        for path in self._matches(message["patterns"]):
+            full = os.path.join(self.run_dir, path)
+            with contextlib.suppress(OSError):
+                if os.path.isfile(full):
+                    sizes[path] = os.path.getsize(full)
         return {"files": sizes}
 
     def do_stop(self, message: Message) -> Message:
@@ -691,16 +690,13 @@ class Agent:
         _run_all(self.cancel_force)
         # Of ranks that were killed while they replaced their status. Only those of this host: the
         # others may be writing their last status into the same directory now.
-        for rank in self.ranks:
-            name = f"ranks/.rank-{rank:03d}.json.*.tmp"
-            for path in glob.glob(os.path.join(glob.escape(self.run_dir), name)):
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+        temporary = self._matches(f"ranks/.rank-{rank:03d}.json.*.tmp" for rank in self.ranks)
+        files = [os.path.join(self.run_dir, path) for path in temporary]
         if self.port:
-            pattern = f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{self.port}_*"
-            for path in glob.glob(pattern):
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+            files += glob.glob(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*_{self.port}_*")
+        for path in files:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
         return counts
 
     def poll(self) -> None:
@@ -776,11 +772,12 @@ class Agent:
                         self.send_file({"event": "replace", "path": path}, file.read())
                     self.stamps[path] = stamp
 
-    def _matches(self, patterns: tuple[str, ...]) -> list[str]:
+    def _matches(self, patterns: Iterable[str]) -> list[str]:
+        root = glob.escape(self.run_dir)
         return [
             os.path.relpath(path, self.run_dir)
             for pattern in patterns
-            for path in sorted(glob.glob(os.path.join(glob.escape(self.run_dir), pattern)))
+            for path in sorted(glob.glob(os.path.join(root, pattern), recursive=True))
         ]
 
     def send_file(self, message: Message, data: bytes) -> None:
