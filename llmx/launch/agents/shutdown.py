@@ -42,8 +42,17 @@ def shut_down(
             connection.lost_at = connection.lost_at or time.time()
             log.debug(f"{connection.name}: lost; its own agent ends the run there")
     for connection in connections:
-        if launched and connection.lost_at is not None and connection.name not in lost:
-            _reconnect(spec, connection, log)
+        if not launched or connection.lost_at is None or connection.name in lost:
+            continue
+        try:
+            take_over(spec, connection)
+        except AgentError as error:
+            connection.lost_at = connection.lost_at or time.time()
+            log.warning(
+                f"{connection.name}: cannot be reached any more ({error}); its own agent ends the "
+                f"run there {spec.exp.launch.orphan_timeout_s:.0f} s after it heard the supervisor "
+                "last (launch.orphan_timeout_s)"
+            )
     alive = [connection for connection in connections if connection.lost_at is None]
     pending = [(agent, agent.send("stop", grace_s=grace_s, save=save)) for agent in alive]
     # The first request started the shutdown; a second one may have arrived before it began.
@@ -92,17 +101,4 @@ def _log_counts(spec: LaunchSpec, connection: Connection, counts: Message, log: 
         left = plural(counts["left"], "process", "processes")
         log.warning(
             f"{connection.name}: {left} cannot be killed (state D in `ps`: blocked in the kernel)"
-        )
-
-
-def _reconnect(spec: LaunchSpec, connection: Connection, log: RunLog) -> None:
-    """A new agent on the host of a lost connection, where the host answers again."""
-    try:
-        take_over(spec, connection)
-    except AgentError as error:
-        connection.lost_at = connection.lost_at or time.time()
-        log.warning(
-            f"{connection.name}: cannot be reached any more ({error}); its own agent ends the run "
-            f"there {spec.exp.launch.orphan_timeout_s:.0f} s after it heard the supervisor last "
-            "(launch.orphan_timeout_s)"
         )
