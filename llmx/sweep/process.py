@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from llmx.errors import INTERRUPTED, ConfigError, LlmxError, RunFailed
+from llmx.launch.supervision.signals import catch
 from llmx.lifecycle.start import write_to_console_log
 from llmx.run.rundir import RunDir, read_mapping
 from llmx.run.sweepdir import holds_lock, is_locked
@@ -104,9 +105,7 @@ def _be_the_trial(
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(code)  # the sweep was killed meanwhile
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)
+        catch(signal.SIG_DFL)
         write_to_console_log(run)
         code = supervise()
     except LlmxError as error:

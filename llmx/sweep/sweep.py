@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from llmx.config.hardware_rules import hardware_problems
 from llmx.config.schema import FAILURES
 from llmx.errors import INTERRUPTED, ConfigError, LlmxError, RunFailed
 from llmx.launch import start_report, supervise
+from llmx.launch.supervision.signals import catch
 from llmx.lifecycle.knowledge import informed
 from llmx.lifecycle.learned import learn
 from llmx.lifecycle.start import prepare, run_composed
@@ -52,7 +52,6 @@ FAILED = (*FAILURES, "refused", "failed")
 MAX_TAG = 64
 """Characters of a tag of Weights & Biases."""
 POLL_S = 0.1
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 Compose = Callable[[int, Sequence[str]], Mapping[str, Any]]
 """Number and overrides of a trial -> the values of its config, with its run directory."""
@@ -124,12 +123,7 @@ class Runner:
             ConfigError: another process runs it, or its directory contains another sweep.
         """
         self._lock = lock(self.sweep.directory)
-        saved: dict[signal.Signals, Any] = {}
-        is_main = threading.current_thread() is threading.main_thread()
-        for number in STOP_SIGNALS if is_main else ():
-            # nohup and background shells ignore a signal: then it stays ignored.
-            if signal.getsignal(number) != signal.SIG_IGN:
-                saved[number] = signal.signal(number, self._on_signal)
+        saved = catch(self._on_signal)
         try:
             if not self.ends and is_sweep(self.sweep.directory):
                 self._continue()

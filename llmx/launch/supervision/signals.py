@@ -51,6 +51,17 @@ def sender_of(number: int, environ: Mapping[str, str], *, now: float) -> tuple[s
     return "time_limit", text
 
 
+def catch(handler: Any) -> dict[signal.Signals, Any]:
+    """Handle the signals that end a run; the handlers before. Only the main thread can: another one
+    leaves it to the owner of that. nohup and background shells ignore a signal: it stays so."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return {
+        number: signal.signal(number, handler)
+        for number in (SHUTDOWN_SIGNALS if is_main else ())
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+
+
 STOP_POLL_S = 0.5
 
 
@@ -81,15 +92,9 @@ class ShutdownRequest:
         def refuse(number: int, frame: FrameType | None) -> None:
             notify("Ctrl-Z is refused: a suspended supervisor ends the run; use launch.detach=true")
 
-        saved: dict[signal.Signals, Any] = {}
-        try:
-            for number in SHUTDOWN_SIGNALS:
-                # nohup and background shells ignore a signal: then it stays ignored.
-                if signal.getsignal(number) != signal.SIG_IGN:
-                    saved[number] = signal.signal(number, self._on_signal)
+        saved = catch(self._on_signal)
+        if threading.current_thread() is threading.main_thread():
             saved[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, refuse)
-        except ValueError:
-            saved = {}  # not the main thread, whose owner handles signals
         is_over = threading.Event()
         if saved and stop_file is not None:
             stop_file.unlink(missing_ok=True)  # of an earlier supervisor
