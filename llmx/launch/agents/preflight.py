@@ -577,16 +577,22 @@ def reserve_port(spec: LaunchSpec, connections: list[Connection]) -> int:
     chosen = spec.exp.launch.master_port
     # Under Slurm the host of rank 0 has no agent: a port that is free here is the best guess.
     connection = connection_to(connections, 0) or connections[0]
+    return reserve_on(connection, "launch.master_port", chosen, port=chosen)
+
+
+def reserve_on(connection: Connection, key: str, value: int, *, port: int) -> int:
+    """A port on a host, kept as long as its agent lives: ``port``, which follows from the value of
+    a key, or any free one where it is 0."""
     try:
-        port = int(connection.request("reserve_port", want=chosen, timeout_s=30)["port"])
+        reserved = int(connection.request("reserve_port", want=port, timeout_s=30)["port"])
     except AgentError as error:
         raise LaunchError(f"{connection.name}: cannot reserve a port: {error}") from error
-    if not port:
+    if not reserved:
+        busy = "" if value == port else f"{port} "
         raise LaunchError(
-            f"launch.master_port={chosen}: is in use on {connection.name} (`ss -ltnp 'sport = "
-            f":{chosen}'` shows by which process). Set launch.master_port=0, which takes a free "
-            "one."
-            if chosen
+            f"{key}={value}: {busy}is in use on {connection.name} (`ss -ltnp 'sport = :{port}'` "
+            f"shows by which process). Set {key}=0, which takes a free one."
+            if port
             else f"{connection.name}: found no free port between 20000 and 32700."
         )
-    return port
+    return reserved

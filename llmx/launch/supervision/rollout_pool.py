@@ -14,11 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from llmx.errors import LaunchError
-from llmx.launch.agents.connection import (
-    AgentError,
-    Connection,
-    Message,
-)
+from llmx.launch.agents.connection import AgentError, Connection, Message
 from llmx.launch.agents.mesh import SIZE, TIMEOUT_S, find_nodes
 from llmx.launch.agents.preflight import (
     HostsUnreachable,
@@ -26,6 +22,7 @@ from llmx.launch.agents.preflight import (
     handshake,
     handshake_message,
     kill_leftovers,
+    reserve_on,
     start_watching,
 )
 from llmx.launch.agents.shutdown import shut_down
@@ -154,17 +151,11 @@ class RolloutPool:
             ) from error
         address = find_nodes(hosts, [connection], to=route["address"])[name].address
         fixed = self.spec.exp.rollout.port
-        ranks = [rank.rank for rank in self.spec.plan.ranks if rank.host == at]
+        ranks = self._servers_of(connection)
         for local, rank in enumerate(ranks):
-            port_asked = fixed + local if fixed else 0
-            port = connection.request("reserve_port", want=port_asked, timeout_s=30)["port"]
-            if not port:
-                raise LaunchError(
-                    f"rollout.port={fixed}: {port_asked} is in use on {name} (`ss -ltnp 'sport = "
-                    f":{port_asked}'` shows by which process). Set rollout.port=0, which takes a "
-                    "free one."
-                )
-            self.places[rank] = ServerAddress(name, address, int(port))
+            port = fixed + local if fixed else 0
+            reserved = reserve_on(connection, "rollout.port", fixed, port=port)
+            self.places[rank] = ServerAddress(name, address, reserved)
         self._try_way(connection, first, self.places[ranks[0]])
 
     def _try_way(self, connection: Connection, first: Connection, place: ServerAddress) -> None:
