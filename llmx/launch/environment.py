@@ -92,13 +92,10 @@ def rank_env(spec: LaunchSpec, host: int | None = None) -> dict[str, str]:
         env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     python = spec.python if host is None else spec.python_on(host)
     env["PATH"] = _prepended(str(Path(python).parent), env.get("PATH", "/usr/bin:/bin"))
-    for code in user_code(exp.task):
-        if not code.is_installed:
-            root = str(code.root) if host is None else spec.path_on(host, code.root)
-            env["PYTHONPATH"] = _prepended(root, env.get("PYTHONPATH", ""))
-    if spec.code_root is not None:
-        root = spec.code_root if host is None else spec.path_on(host, spec.code_root)
-        env["PYTHONPATH"] = _prepended(root, env.get("PYTHONPATH", ""))
+    roots = [str(code.root) for code in user_code(exp.task) if not code.is_installed]
+    for root in [*roots, *filter(None, [spec.code_root])]:
+        there = root if host is None else spec.path_on(host, root)
+        env["PYTHONPATH"] = _prepended(there, env.get("PYTHONPATH", ""))
     env["PYTHONFAULTHANDLER"] = "1"  # a rank that dies of SIGSEGV says where
     chosen = len(plan.hosts) == 1 or any(host.interface for host in plan.hosts)
     for name, value in _interfaces(spec).items():
@@ -153,9 +150,8 @@ def _gpus_of(host: HostPlan, chosen: list[str], visible: str | None) -> list[str
     """The GPUs of one host. Numbers in ``chosen`` count those that ``visible`` leaves."""
     if visible is None or not all(gpu.isdecimal() for gpu in chosen):
         return chosen or [str(number) for number in range(host.slots)]
-    visible_gpus = [word.strip() for word in visible.split(",") if word.strip()]
-    if visible.strip() in HIDES_ALL:
-        visible_gpus = []
+    words = [] if visible.strip() in HIDES_ALL else visible.split(",")
+    visible_gpus = [word.strip() for word in words if word.strip()]
     numbers = [int(gpu) for gpu in chosen] or list(range(host.slots))
     if max(numbers) >= len(visible_gpus):
         request = f"gpus=[{', '.join(chosen)}] counts" if chosen else f"slots={host.slots} needs"
@@ -241,9 +237,7 @@ def _interfaces(spec: LaunchSpec) -> dict[str, str]:
     takes one name for all; where the names differ, each rank takes that of its own host from
     ``LLMX_INTERFACES`` (in the order of the hosts).
     """
-    if len(spec.plan.hosts) == 1:
-        return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    names = list(spec.interfaces)
+    names = ["lo"] if len(spec.plan.hosts) == 1 else list(spec.interfaces)
     if not names or not all(names):
         return {}
     if len(set(names)) == 1:
