@@ -212,17 +212,13 @@ class Agent:
         self.token = ""
         self.run_dir = ""
         self.table: ProcessTable | None = None
-        self.orphan_timeout_s = 0.0  # 0: the pipes are the supervisor's own
-        self.grace_s = 10.0
-        self.cancel: list[list[str]] = []
-        self.cancel_force: list[list[str]] = []
-        self.signals: dict[str, list[list[str]]] = {}
+        self.hello: Message = {}  # the handshake
+        self.session = ""  # the beginning of the names of the agents of this attempt
         self.port = 0
         self.reserved: list[socket.socket] = []
         self.listening: list[socket.socket] = []
         self.claim: socket.socket | None = None
         self.turn: socket.socket | None = None  # its name is the place of this run in the queue
-        self.session = self.place = ""
         self.watching = self.streaming = self.stopped = False
         self.ranks: dict[int, int] = {}
         self.statuses: dict[int, bytes] = {}  # by rank, as sent
@@ -271,11 +267,16 @@ class Agent:
             # The run can be resumed later, so the ranks save a checkpoint.
             self.shut_down(min(self.grace_s, ORPHAN_GRACE_S), save=True)
 
+    @property
+    def grace_s(self) -> float:
+        return float(self.hello.get("grace_s", 10.0))
+
     def patience_s(self) -> float | None:
         """How much longer the supervisor may be unreachable; None where its end shows by itself."""
-        if not self.orphan_timeout_s:
-            return None
-        return max(0.0, self.last_message_at + self.orphan_timeout_s - time.monotonic())
+        timeout_s = float(self.hello.get("orphan_timeout_s", 0.0))
+        if not timeout_s:
+            return None  # the pipes are the supervisor's own
+        return max(0.0, self.last_message_at + timeout_s - time.monotonic())
 
     def report_end(self) -> None:
         """Tell the supervisor, which may come back and read it, and write it down for the agent of
@@ -311,7 +312,7 @@ class Agent:
                     else:
                         self.backlog.append(message)
                 self.wake.set()
-        if ended or not self.orphan_timeout_s:
+        if ended or self.patience_s() is None:
             self.closed_at = time.monotonic()
         else:
             self.output = False  # the connection broke; a supervisor may come back with another one
@@ -336,16 +337,17 @@ class Agent:
         self.token = message["token"]
         self.table = ProcessTable(self.token)
         self.run_dir = message.get("run_dir", "")
-        self.orphan_timeout_s = message.get("orphan_timeout_s", 0.0)
-        self.grace_s = message.get("grace_s", 10.0)
-        self.cancel = message.get("cancel", [])
-        self.cancel_force = message.get("cancel_force", [])
-        self.signals = message.get("signals", {})
-        self.session, self.place = message.get("session", ""), message.get("place", "")
+        self.hello, self.session = message, f"{tag_of(self.token)}-{message.get('session', '')}-"
+        name = f"{self.session}{message.get('place', '')}-"
         setup_error = self.source(message["setup"]) if message.get("setup") else ""
         if message.get("take_over"):
-            self._kill_agents(f"{tag_of(self.token)}-{self.session}-{self.place}-")
-        self._register()
+            self._kill_agents(name)
+        if self.claim is None and message.get("session"):
+            self.claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            with contextlib.suppress(OSError):
+                # By it later agents find this process; freed when it ends.
+                self.claim.bind(f"\0llmx-agent-{name}{os.getpid()}")
+                self.claim.listen(8)
         nonce = message.get("nonce", "")
         code, python = message.get("code"), message.get("python")
         return {
@@ -612,21 +614,11 @@ class Agent:
         moment ago, and its ranks may be saving a checkpoint: they get the time for it."""
         if self.table is None:
             return {"ended": 0, "killed": 0, "left": 0}
-        tag = tag_of(self.token)
-        self._kill_agents(f"{tag}-", keep=f"{tag}-{self.session}-")
+        self._kill_agents(f"{tag_of(self.token)}-", keep=self.session)
         counts = terminate_processes(self.table, message["grace_s"], first_signal=signal.SIGUSR1)
         # Also where nothing was found: a Slurm job continues when the host of its srun fails.
-        _run_all(self.cancel_force)
+        _run_all(self.hello.get("cancel_force", []))
         return counts
-
-    def _register(self) -> None:
-        """Bind a name by which later agents find this process; freed when it ends."""
-        if self.claim is None and self.session:
-            self.claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            with contextlib.suppress(OSError):
-                name = f"{tag_of(self.token)}-{self.session}-{self.place}-{os.getpid()}"
-                self.claim.bind(f"\0llmx-agent-{name}")
-                self.claim.listen(8)
 
     def _kill_agents(self, prefix: str, keep: str = "\n") -> None:
         """End other agents of the run, by the beginning of their names. One that misses its
@@ -645,7 +637,7 @@ class Agent:
 
     def do_signal(self, message: Message) -> Message:
         """Send a signal (``USR2``, ``QUIT``) to the ranks of the run that are on this host."""
-        _run_all(self.signals.get(message["name"], []))
+        _run_all(self.hello.get("signals", {}).get(message["name"], []))
         processes = rank_processes(self.table.find(fresh=True)) if self.table else []
         ranks = [process for process in processes if process.rank in message["ranks"]]
         for process in ranks:
@@ -678,8 +670,8 @@ class Agent:
         if self.table is None:
             return {"ended": 0, "killed": 0, "left": 0}
         save = save and grace_s > 0
-        to_save = self.signals.get("USR1", []) if save else []
-        _run_all(to_save or self.cancel)
+        to_save = self.hello.get("signals", {}).get("USR1", []) if save else []
+        _run_all(to_save or self.hello.get("cancel", []))
         counts = terminate_processes(
             self.table,
             grace_s,
@@ -687,7 +679,7 @@ class Agent:
             first_signal=signal.SIGUSR1 if save else signal.SIGINT,
             ranks_are_remote=bool(to_save),
         )
-        _run_all(self.cancel_force)
+        _run_all(self.hello.get("cancel_force", []))
         # Of ranks that were killed while they replaced their status. Only those of this host: the
         # others may be writing their last status into the same directory now.
         temporary = self._matches(f"ranks/.rank-{rank:03d}.json.*.tmp" for rank in self.ranks)
