@@ -239,8 +239,9 @@ def diagnose(
     row = match.row if match is not None and error_type not in NOTES_OF_ERRORS else None
     if match is not None and row is not None and typed in ("", "crash", row.outcome):
         return _from_row(row, match.groups, headline or match.line)
-    cause = headline or (match.line if match else last_line(log))
-    cause = cause or "the process ended without an error message"
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    last = lines[-1] if lines else "the process ended without an error message"
+    cause = headline or (match.line if match else "") or last
     fix = NOTES_OF_ERRORS.get(error_type) or NOTES.get(typed, NOTES["crash"])
     return Failure(typed or "crash", cause, fix)
 
@@ -326,11 +327,6 @@ def fill(text: str, groups: dict[str, str] | None = None) -> str:
     """``{name}`` and ``{name|default}`` from the groups; ``name2`` is another group of the name."""
     values = {name.rstrip("0123456789"): value.strip() for name, value in (groups or {}).items()}
     return _PLACEHOLDER.sub(lambda match: values.get(match[1]) or match[2] or match[1], text)
-
-
-def last_line(text: str) -> str:
-    """The last line that is not blank."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def _short(text: str, limit: int = 300) -> str:

@@ -18,7 +18,6 @@ from llmx.failures.diagnose import (
     Failure,
     diagnose,
     find_failure,
-    last_line,
     signal_in_log,
     signal_of_silent_death,
 )
@@ -254,10 +253,8 @@ def _from_launcher(evidence: Evidence, plan: Plan) -> Failure:
     if not failure.name:
         code = evidence.runner_code
         exited = "exited" if code is None else f"exited with code {code}"
-        match = find_failure(log)
-        last = match.line if match else last_line(log)
         cause = f"deepspeed {exited} before every rank had finished"
-        failure = replace(failure, cause=f"{cause}: {last}" if last else cause)
+        failure = replace(failure, cause=f"{cause}: {failure.cause}" if log.strip() else cause)
     rank = _rank_in_log(log, plan)
     if rank is None:
         return failure
