@@ -300,9 +300,9 @@ def answer(shell: str, arguments: list[str]) -> int:
     command in front)."""
     if shell == "bash":
         breaks, line = arguments
-        words, typed = split_line(line)
+        words, typed = split_line(line, breaks)
         suggestions = candidates(_without_program(words), typed.text)
-        lines = [typed.completed(candidate, breaks) for candidate in suggestions]
+        lines = [typed.completed(candidate) for candidate in suggestions]
     else:
         words, current = arguments[:-1], arguments[-1]
         suggestions = candidates(_without_program(words), current)
@@ -320,53 +320,31 @@ def _without_program(words: Sequence[str]) -> list[str]:
 class Typed:
     """The word at bash's cursor."""
 
-    raw: str
-    """The word as it stands on the line, with quotes and backslashes."""
     text: str
-    """What it means."""
+    """What it means, without quotes and backslashes."""
     quote: str
     """The quote that is still open; empty where none is."""
+    kept: int
+    """The number of characters of ``text`` that bash leaves on the line: those up to the last
+    character of ``COMP_WORDBREAKS`` (``=``, ``:``), or up to an open quote."""
 
-    def completed(self, candidate: Candidate, breaks: str) -> str:
-        """The text that bash puts in place of the part that it completes.
-
-        That part begins behind the last character of ``COMP_WORDBREAKS`` (``=``, ``:``), or
-        behind an open quote, not at the beginning of the word.
-        """
-        length = self._kept(breaks)
-        ending = candidate.value[length:]
+    def completed(self, candidate: Candidate) -> str:
+        """The text that bash puts in place of the part that it completes."""
+        ending = candidate.value[self.kept :]
         if self.quote:
             return ending if candidate.is_open else f"{ending}{self.quote} "
         escaped = re.sub(r"([^A-Za-z0-9_./=:,+@%~-])", r"\\\1", ending)
         return escaped if candidate.is_open else f"{escaped} "
 
-    def _kept(self, breaks: str) -> int:
-        """The number of characters of ``text`` that stay on the line as they are."""
-        unchanged, length, at, quote = 0, 0, 0, ""
-        while at < len(self.raw):
-            char = self.raw[at]
-            if quote:
-                if char == quote:
-                    quote = ""
-                else:
-                    length += 1
-            elif char in "'\"":
-                quote = char
-                unchanged = length if self.raw.find(char, at + 1) < 0 else unchanged
-            elif char == "\\":
-                at += 1
-                length += at < len(self.raw)
-            else:
-                length += 1
-                unchanged = length if char in breaks else unchanged
-            at += 1
-        return unchanged
 
+def split_line(line: str, breaks: str = "") -> tuple[list[str], Typed]:
+    """The words of a line as bash reads them, and the one at its end, which may be empty.
 
-def split_line(line: str) -> tuple[list[str], Typed]:
-    """The words of a line as bash reads them, and the one at its end, which may be empty."""
+    ``breaks``: ``COMP_WORDBREAKS``.
+    """
     words: list[str] = []
-    text, begin, quote, at, inside = "", 0, "", 0, False
+    text, quote, at, inside = "", "", 0, False
+    kept = opened = 0
     while at < len(line):
         char = line[at]
         if quote:
@@ -378,7 +356,7 @@ def split_line(line: str) -> tuple[list[str], Typed]:
             else:
                 text += char
         elif char in "'\"":
-            quote, inside = char, True
+            quote, inside, opened = char, True, len(text)
         elif char == "\\":
             at += 1
             text += line[at : at + 1]
@@ -386,14 +364,13 @@ def split_line(line: str) -> tuple[list[str], Typed]:
         elif char.isspace():
             if inside:
                 words.append(text)
-            text, inside, begin = "", False, at + 1
+            text, inside, kept = "", False, 0
         else:
             text += char
             inside = True
-        if not inside:
-            begin = at + 1
+            kept = len(text) if char in breaks else kept
         at += 1
-    return words, Typed(raw=line[begin:] if inside else "", text=text, quote=quote)
+    return words, Typed(text=text, quote=quote, kept=opened if quote else kept)
 
 
 BASH = r"""# Tab completion of llmx for bash: eval "$(llmx completion bash)"
