@@ -9,6 +9,7 @@ says what it must be and what to set, and a size may be written ``5e8``.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -120,7 +121,7 @@ def _dataclass(cls: type[T], values: Any, path: str, problems: list[str]) -> T:
     if not isinstance(values, dict):
         problems.append(
             f"{_said(path or 'the config', values)}: must be a mapping with the keys "
-            f"{', '.join(_names(cls))}."
+            f"{', '.join(hints_of(typing.cast(type, cls)))}."
         )
         return cls()
     hints = hints_of(typing.cast(type, cls))
@@ -136,10 +137,6 @@ def _dataclass(cls: type[T], values: Any, path: str, problems: list[str]) -> T:
         if len(problems) == before:
             problems += _range_problems(kwargs[key], where, fields[key].metadata)
     return cls(**kwargs)
-
-
-def _names(cls: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(cls)]
 
 
 def _unknown(where: str, key: str, names: list[str]) -> str:
@@ -180,12 +177,6 @@ def _range_problems(value: Any, where: str, rules: Mapping[str, Any]) -> Iterato
         yield from _entry_problems(item, place, where, rules)
 
 
-def _instead(rule: Any, item: Any) -> str:
-    """How it is done here, of a name that others have for it; else empty."""
-    hint = rule.instead.get(item, "") if isinstance(rule, Plugins) else ""
-    return f" {hint}" if hint else ""
-
-
 def _entry_problems(item: Any, place: str, where: str, rules: Mapping[str, Any]) -> Iterator[str]:
     allowed = rules.get("choices") or rules.get("item_choices")
     if allowed is not None and item not in allowed:
@@ -195,10 +186,9 @@ def _entry_problems(item: Any, place: str, where: str, rules: Mapping[str, Any])
         options = [str(option) for option in allowed if option is not None]
         null = " or null" if None in allowed else ""
         also = "" if other is None else f", or {other.rule.removeprefix('be ')}"
-        yield (
-            f"{_said(place, item)}: must be one of {', '.join(options)}{null}{also}."
-            f"{_instead(other, item) or did_you_mean(str(item)[:100], options)}"
-        )
+        instead = other.instead.get(item) if isinstance(other, Plugins) else None
+        hint = f" {instead}" if instead else did_you_mean(str(item)[:100], options)
+        yield f"{_said(place, item)}: must be one of {', '.join(options)}{null}{also}.{hint}"
     elif isinstance(item, str):
         problem = rules.get("text", Text()).problem(item)
         if problem:
@@ -306,24 +296,20 @@ def _scalar(
             return value
         problems.append(_wrong(where, value, "true or false", rules))
         return False
-    if hint is int:
+    if hint in (int, float):
         if value == "auto" and "auto" in rules:
-            return AUTO
+            return hint(AUTO)
         number = _number(value)
         is_auto = "auto" in rules and number == AUTO  # a number of the user's is none
-        if number is not None and number == int(number) and not is_auto:
-            return int(number)
-        problems.append(_wrong(where, value, f"a whole number{_limits(rules)}", rules))
-        return 0
-    if hint is float:
-        if value == "auto" and "auto" in rules:
-            return float(AUTO)
-        number = _number(value)
-        is_auto = "auto" in rules and number == AUTO
-        if number is not None and abs(number) <= 1e300 and not is_auto:
-            return float(number)
-        problems.append(_wrong(where, value, f"a number{_limits(rules)}", rules))
-        return 0.0
+        if (
+            number is not None
+            and not is_auto
+            and (number == int(number) if hint is int else abs(number) <= 1e300)
+        ):
+            return hint(number)
+        noun = "a whole number" if hint is int else "a number"
+        problems.append(_wrong(where, value, f"{noun}{_limits(rules)}", rules))
+        return hint(0)
     if isinstance(value, bool) and "flags" in rules:
         return rules["flags"][value]
     # Of a float the written text is lost: 1.10, 1e5. Of whole numbers, and of nan (an outcome), it
@@ -391,16 +377,9 @@ def _number(value: Any) -> float | int | None:
     """A finite number from a number or from text such as ``5e8``; None if it is none."""
     if isinstance(value, bool):
         return None
-    if isinstance(value, str):
-        try:
-            value = int(value)
-        except ValueError:
-            try:
-                value = float(value)
-            except ValueError:
-                return None
-    if isinstance(value, int):
-        return value
-    if isinstance(value, float) and math.isfinite(value):
-        return value
-    return None
+    for kind in (int, float) if isinstance(value, str) else ():
+        with contextlib.suppress(ValueError):
+            value = kind(value)
+            break
+    is_number = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    return value if is_number else None

@@ -10,6 +10,7 @@ requires a range for every number and a length for every list of the schema.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -168,17 +169,17 @@ def numbers(
     )
 
 
-def text(default: str | None, rule: Text = LINE, *, example: str | None = None) -> Any:
+def text(
+    default: str | None, rule: Text = LINE, *, example: str | None = None, path: bool = False
+) -> Any:
     """A text, by default a line of at most 4096 characters."""
-    return field(
-        default=default, metadata={"text": rule, "example": _first(example, default or None)}
-    )
-
-
-def file_path(default: str | None, rule: Text = LINE, *, example: str | None = None) -> Any:
-    """A text that is, or may be, the path of a file or a directory: completion offers files."""
-    metadata = {"text": rule, "example": _first(example, default or None), "path": True}
+    metadata: dict[str, Any] = {"text": rule, "example": _first(example, default or None)}
+    metadata |= {"path": True} if path else {}
     return field(default=default, metadata=metadata)
+
+
+file_path = functools.partial(text, path=True)
+"""A text that is, or may be, the path of a file or a directory: completion offers files."""
 
 
 MODEL_SOURCE = "model_source"
@@ -202,11 +203,8 @@ def items(
     """A list of at most ``maximum`` entries, empty by default. ``rule``: of each text in it;
     ``values``: the range of each number in it; ``paths``: whether its texts are paths."""
     metadata: dict[str, Any] = {"length": Range(0, maximum), "example": example, "text": rule}
-    metadata |= {"path": True} if paths else {}
-    return field(
-        default_factory=lambda: list(default),
-        metadata=metadata if values is None else {**metadata, "range": values},
-    )
+    metadata |= {"range": values} | ({"path": True} if paths else {})
+    return field(default_factory=lambda: list(default), metadata=metadata)
 
 
 def mapping(
@@ -218,14 +216,9 @@ def mapping(
 ) -> Any:
     """A mapping, empty by default, of at most ``maximum`` entries. ``rule``: of each key, and of
     each value that is text; ``values``: the range of each value that is a number."""
-    metadata = {
-        "length": Range(0, maximum),
-        "example": example,
-        "text": rule or Text(multiline=True),
-    }
-    return field(
-        default_factory=dict, metadata=metadata if values is None else {**metadata, "range": values}
-    )
+    rule = rule or Text(multiline=True)
+    metadata = {"length": Range(0, maximum), "example": example, "text": rule, "range": values}
+    return field(default_factory=dict, metadata=metadata)
 
 
 def _first(*candidates: Any) -> Any:

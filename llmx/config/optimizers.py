@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from llmx.config.schema import Experiment
 
 
-def _nothing(exp: Experiment) -> Iterator[str]:
-    yield from ()
-
-
 @dataclass(frozen=True)
 class Optimizer:
     """One value of ``optim.kind``."""
@@ -38,7 +34,7 @@ class Optimizer:
     matrices_apart: bool = False
     """Whether it keeps only a momentum (4 bytes) of the matrices inside the layers, which get
     parameter groups of their own (``llmx.train.engine.muon``)."""
-    needs: Callable[[Experiment], Iterator[str]] = _nothing
+    needs: Callable[[Experiment], Iterator[str]] = lambda exp: iter(())
     """Yields what keeps an experiment from using it: value, rule and fix."""
     reads: tuple[str, ...] = ("betas", "eps")
     """The settings of ``optim`` that not every optimizer uses, and it does."""
