@@ -11,14 +11,14 @@ import dataclasses
 import json
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmx import text as human
 from llmx.cli.commands import CHAT_COMMANDS
-from llmx.cli.generate import PromptLayout, Stream, layout_of, load, sampling_of
-from llmx.cli.target import Target, check_generates, find_target
+from llmx.cli.generate import LoadedModel, Stream, sampling_of
+from llmx.cli.target import Target, find_target
 from llmx.data.format.rows import Message
 from llmx.data.format.templates import TEMPLATES
 from llmx.errors import ConfigError, LlmxError, did_you_mean
@@ -32,15 +32,15 @@ LEAST_ROOM = 4
 """A prompt leaves one of so many parts of the positions to an answer (or --max-new-tokens)."""
 
 
-def chat_layout(target: Target, tokenizer: Any, options: argparse.Namespace) -> PromptLayout:
-    """The layout of the conversation; ConfigError where the model has not learned to chat, or
-    options contradict each other."""
+def chat_model(target: Target, options: argparse.Namespace) -> LoadedModel:
+    """The model with the layout of the conversation; ConfigError where it has not learned to chat,
+    or options contradict each other."""
     template, plain, system = options.template, options.plain, options.system
     if plain and (template or system):
         name = "--template" if template else "--system"
         raise ConfigError(f"--plain continues text, which has no turns: leave out {name}.")
-    layout = layout_of(target, tokenizer, template=template, plain=plain, system=system)
-    if layout.plain and not plain:
+    model = LoadedModel.of(target, template=template, plain=plain, system=system)
+    if model.layout.plain and not plain:
         if target.exp is not None:
             raise ConfigError(
                 f"{target.directory} was trained on plain text (task={target.exp.task.kind}), not "
@@ -52,7 +52,7 @@ def chat_layout(target: Target, tokenizer: Any, options: argparse.Namespace) -> 
             "trained to chat. Add --plain to continue text, or --template chatml (or another of "
             f"{', '.join(TEMPLATES)})."
         )
-    return layout
+    return model
 
 
 # --- The conversation ------------------------------------------------------------------------
@@ -70,26 +70,15 @@ class Answer:
 class Chat:
     """A conversation with one model."""
 
-    def __init__(
-        self,
-        decoder: Any,
-        layout: PromptLayout,
-        sampling: Sampling,
-        *,
-        decode: Callable[[Sequence[int]], str],
-        seed: int | None = None,
-    ) -> None:
+    def __init__(self, model: LoadedModel, sampling: Sampling, *, seed: int | None = None) -> None:
         """``sampling``: with the stop tokens. ``seed``: of the draws; None for new ones."""
-        self.layout = layout
+        self.model, self.layout, self.limit = model, model.layout, model.limit
         self.turns: list[tuple[str, str]] = []
         """Messages and their answers."""
         self.left_out = 0
         """Oldest turns that the model does not see: its positions do not suffice."""
-        self._decoder = decoder
         self._sampling = sampling
-        self._decode = decode
         self._seed = seed
-        self.limit: int | None = getattr(decoder.config, "max_position_embeddings", None)
 
     def reset(self) -> None:
         """Forget all turns."""
@@ -104,26 +93,17 @@ class Chat:
         return [{"role": role, "content": text or ""} for role, text in turns]
 
     def prompt(self, message: str) -> list[int]:
-        """The tokens that the model is given, with as many turns as it has positions for.
-
-        Raises:
-            ConfigError: the message alone is too long.
-        """
+        """The tokens that the model is given, with as many turns as it has positions for; the
+        message at least."""
         first = self.left_out
         while True:
             ids = self._ids(self.turns[first:], message)
             if self.limit is None:
                 return ids
             room = min(self._sampling.max_new_tokens, self.limit // LEAST_ROOM)
-            alone = first == len(self.turns)
-            if len(ids) + room <= self.limit or (alone and len(ids) < self.limit):
+            if len(ids) + room <= self.limit or first == len(self.turns):
                 self.left_out = first
                 return ids
-            if alone:
-                raise ConfigError(
-                    f"the message has {human.plural(len(ids), 'token')}, the model {self.limit:,} "
-                    "positions. Ask something shorter."
-                )
             first += 1
 
     def _ids(self, turns: Sequence[tuple[str, str]], message: str) -> list[int]:
@@ -145,10 +125,10 @@ class Chat:
         """
         from llmx.models.generate import generate
 
+        left_out = self.left_out
         ids = self.prompt(message)
-        if not ids:
-            raise ConfigError("the message has no tokens. Say something longer.")
-        if problem := self.layout.problem(ids, self._decoder):
+        if problem := self.model.problem(ids, "message"):
+            self.left_out = left_out
             raise ConfigError(problem)
         seed = secrets.randbits(32) if self._seed is None else self._seed
         drawn: list[int] = []
@@ -161,7 +141,7 @@ class Chat:
 
         try:
             (completion,) = generate(
-                self._decoder, [ids], self._sampling, seeds=[seed], on_token=note
+                self.model.decoder, [ids], self._sampling, seeds=[seed], on_token=note
             )
             ended = completion.ended
         except KeyboardInterrupt:
@@ -175,10 +155,10 @@ class Chat:
 
     def _text(self, ids: Sequence[int], drawn: Sequence[int]) -> str:
         if self.layout.plain:  # some tokenizers write a first blank only behind other text
-            before, text = self._decode(ids), self._decode([*ids, *drawn])
+            before, text = self.model.decode(ids), self.model.decode([*ids, *drawn])
             if text.startswith(before):
                 return text[len(before) :]
-        return self._decode(drawn)
+        return self.model.decode(drawn)
 
 
 # --- The terminal ----------------------------------------------------------------------------
@@ -188,34 +168,26 @@ def run(options: argparse.Namespace) -> int:
     """Load, and answer until the input ends; the exit code."""
     typed_sampling = sampling_of(options)
     target = find_target(options.target, command="chat", model=options.model, trusted=options.trust)
-    check_generates(target)
     for stream in (sys.stdin, sys.stdout):
         with contextlib.suppress(AttributeError, ValueError):  # what a test has put there
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    from llmx.models.generate import decoder_of
-
-    model, tokenizer, stops = load(target)
-    layout = chat_layout(target, tokenizer, options)
-    sampling = dataclasses.replace(typed_sampling, stop_ids=stops | layout.stop_ids)
-
-    def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-    chat = Chat(decoder_of(model), layout, sampling, decode=decode, seed=options.seed)
+    model = chat_model(target, options)
+    sampling = dataclasses.replace(typed_sampling, stop_ids=model.stop_ids)
+    chat = Chat(model, sampling, seed=options.seed)
     typed = sys.stdin.isatty()
     if typed:
-        size = sum(p.numel() for p in model.parameters())
-        dtype = str(model.dtype).removeprefix("torch.")
+        size = sum(p.numel() for p in model.decoder.module.parameters())
+        dtype = str(model.decoder.dtype).removeprefix("torch.")
         limit = f", {chat.limit:,} positions" if chat.limit else ""
         _note(
-            f"{target.name}: {human.count(size)} parameters, {dtype} on {model.device.type}{limit}."
-            " /help lists commands, Ctrl-D ends."
+            f"{target.name}: {human.count(size)} parameters, {dtype} on {model.decoder.device.type}"
+            f"{limit}. /help lists commands, Ctrl-D ends."
         )
     code = 0
     for message in _typed_messages() if typed else _piped_messages():
         try:
             if not message.startswith("/"):
-                say(chat, message, decode, sampling)
+                say(chat, message, sampling)
             elif not command(chat, message):
                 break
         except LlmxError as error:
@@ -224,9 +196,7 @@ def run(options: argparse.Namespace) -> int:
     return code
 
 
-def say(
-    chat: Chat, message: str, decode: Callable[[Sequence[int]], str], sampling: Sampling
-) -> None:
+def say(chat: Chat, message: str, sampling: Sampling) -> None:
     """Answer one message on stdout: on a terminal while it is generated."""
     import torch
 
@@ -234,7 +204,7 @@ def say(
 
     before, stream = chat.left_out, None
     if sys.stdout.isatty():
-        stream = Stream(lambda tokens: decode(tokens).strip(), sampling.stop_ids)
+        stream = Stream(lambda tokens: chat.model.decode(tokens).strip(), sampling.stop_ids)
     try:
         answer = chat.answer(message, stream.on_token if stream else None)
     except torch.OutOfMemoryError as error:

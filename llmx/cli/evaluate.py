@@ -54,6 +54,7 @@ def measured_of(options: argparse.Namespace) -> tuple[Target, Experiment, Path]:
         model=options.model,
         trusted=options.trust,
         runs=(trust.MODEL, trust.TASK),
+        generates=False,
     )
     if target.exp is None and not names_data:
         raise ConfigError(

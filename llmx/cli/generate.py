@@ -10,10 +10,11 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmx.cli.target import Target, check_generates, find_target, load_network, load_tokenizer
+from llmx.cli.target import Target, find_target, load_network, load_tokenizer
 from llmx.config import TaskConfig
 from llmx.data.format.rows import Conversation, Message
 from llmx.data.source.records import Where
@@ -44,7 +45,6 @@ def run(options: argparse.Namespace) -> int:
     target = find_target(
         options.target, command="generate", model=options.model, trusted=options.trust
     )
-    check_generates(target)
     if options.prompts is None:
         return _complete(target, options, sampling)
     from llmx.cli.generate_file import complete_file
@@ -78,7 +78,7 @@ def sampling_of(options: argparse.Namespace, *, n: int = 1) -> Sampling:
 
 
 def _complete(target: Target, options: argparse.Namespace, asked: Sampling) -> int:
-    from llmx.models.generate import LENGTH, decoder_of, generate
+    from llmx.models.generate import LENGTH, generate
 
     prompts = iter(options.prompt or _lines())
     if not options.prompt and not sys.stdin.isatty():
@@ -89,38 +89,26 @@ def _complete(target: Target, options: argparse.Namespace, asked: Sampling) -> i
                 f'for example: python -m llmx generate {options.target} "What is ...?"'
             )
         prompts = itertools.chain([first], prompts)
-    model, tokenizer, stops = load(target)
-    layout = layout_of(target, tokenizer, plain=options.plain)
-    sampling = dataclasses.replace(asked, stop_ids=stops)
-    decoder = decoder_of(model)
-    limit = getattr(decoder.config, "max_position_embeddings", None)
+    model = LoadedModel.of(target, plain=options.plain)
+    sampling = dataclasses.replace(asked, stop_ids=model.stop_ids)
     terminal = sys.stdout.isatty()
 
     def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
+        return model.decode(tokens).strip()
 
     code = 0
     for prompt in prompts:
-        ids = layout.text(prompt)
-        problem = layout.problem(ids, decoder)
-        # The last token of a completion is not fed back: it needs no position of its own.
-        if limit is not None and len(ids) > limit:
-            problem = (
-                f"the prompt has {plural(len(ids), 'token')}, the model {limit:,} positions. "
-                "Ask something shorter."
-            )
-        if not ids:
-            problem = "the prompt has no tokens. Ask something longer."
-        if problem:
+        ids = model.layout.text(prompt)
+        if problem := model.problem(ids):
             print(f"llmx: {problem}", file=sys.stderr)
             code = ConfigError.exit_code
             continue
         seeds = _seeds(options.seed, options.n)
         stream = None
         if terminal and options.n == 1 and not options.json:
-            stream = Stream(decode, stops)
+            stream = Stream(decode, model.stop_ids)
         completions = generate(
-            decoder,
+            model.decoder,
             [ids] * options.n,
             sampling,
             seeds=seeds,
@@ -149,15 +137,52 @@ def _complete(target: Target, options: argparse.Namespace, asked: Sampling) -> i
     return code
 
 
-def load(target: Target) -> tuple[Any, Any, frozenset[int]]:
-    """(model, tokenizer, tokens that end a completion)."""
-    from llmx.models.generate import stop_ids
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that completes prompts, its tokenizer, and the layout of its prompts."""
 
-    tokenizer = load_tokenizer(target)
-    model = load_network(target)
-    # Of its generation config only the stop tokens: a published one may sample, or punish
-    # repetition, and the completions would not be those of the run's evaluation.
-    return model, tokenizer, frozenset(stop_ids(model, tokenizer))
+    decoder: Decoder
+    tokenizer: Any
+    layout: PromptLayout
+    stop_ids: frozenset[int]
+    """The tokens that end a completion."""
+
+    @classmethod
+    def of(cls, target: Target, *, try_padding: bool = False, **layout: Any) -> LoadedModel:
+        """``try_padding``: as of ``decoder_of``; ``layout``: as of ``layout_of``."""
+        from llmx.models.generate import decoder_of, stop_ids
+
+        tokenizer = load_tokenizer(target)
+        model = load_network(target)
+        prompts = layout_of(target, tokenizer, **layout)
+        # Of its generation config only the stop tokens: a published one may sample, or punish
+        # repetition, and the completions would not be those of the run's evaluation.
+        stops = prompts.stop_ids.union(stop_ids(model, tokenizer))
+        return cls(decoder_of(model, try_padding=try_padding), tokenizer, prompts, stops)
+
+    @property
+    def limit(self) -> int | None:
+        """Its positions; None where it has no limit."""
+        limit: int | None = getattr(self.decoder.config, "max_position_embeddings", None)
+        return limit
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without the special ones."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def problem(self, ids: Sequence[int], noun: str = "prompt") -> str:
+        """The reason why a prompt cannot be completed; empty where it can."""
+        if not ids:
+            return f"the {noun} has no tokens. Ask something longer."
+        # The last token of a completion is not fed back: it needs no position of its own.
+        if self.limit is not None and len(ids) > self.limit:
+            return (
+                f"the {noun} has {plural(len(ids), 'token')}, the model {self.limit:,} positions. "
+                "Ask something shorter."
+            )
+        rows = self.decoder.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        problem = without_row(self.tokenizer, ids, rows)
+        return f"the {noun} {problem} Remove it." if problem else ""
 
 
 def _seeds(seed: int | None, n: int) -> list[int]:
@@ -191,12 +216,6 @@ class PromptLayout:
     def stop_ids(self) -> frozenset[int]:
         """The tokens that close an answer in this template."""
         return frozenset(self._renderer.stop_token_ids if self._renderer else ())
-
-    def problem(self, ids: Sequence[int], decoder: Decoder) -> str:
-        """What is wrong with a prompt that has a token without a row in the embedding; else ""."""
-        rows = decoder.module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        problem = without_row(self._tokenizer, ids, rows)
-        return f"the prompt {problem} Remove it." if problem else ""
 
     def text(self, prompt: str) -> list[int]:
         """The tokens of one prompt: a user's turn, or the text itself."""
@@ -234,8 +253,8 @@ def layout_of(
     exp = target.exp
     if template is None and exp is not None:
         template = exp.data.template if learns_chats(exp.task) else None
-    elif template is None:
-        template = "auto" if has_template(tokenizer) else None
+    elif template is None and getattr(tokenizer, "chat_template", None):
+        template = "auto"
     if plain or template is None:
         return PromptLayout(tokenizer, template=None, system=None)
     if system is None and exp is not None:
@@ -251,11 +270,6 @@ def learns_chats(task: TaskConfig) -> bool:
         return task_class(task.kind, task.options).learns_chats()
     except ConfigError:  # a task of the user's own whose code is not here
         return True
-
-
-def has_template(tokenizer: Any) -> bool:
-    """Whether the tokenizer says how a chat is written."""
-    return bool(getattr(tokenizer, "chat_template", None))
 
 
 class Stream:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from llmx import text as human
-from llmx.cli.generate import layout_of, load
+from llmx.cli.generate import LoadedModel
 from llmx.cli.target import Target
 from llmx.data.format.rows import Message
 from llmx.data.format.turns import turns
@@ -180,30 +180,31 @@ def _completions(
     """Rows of ``OUT`` behind the first ``done``, some hundred at a time."""
     import torch
 
-    from llmx.models.generate import POSITIONS, decoder_of, generate, takes_left_padding
+    from llmx.models.generate import POSITIONS, generate, takes_left_padding
 
     total = len(prompts) * options.n
     if done == total:
         return
-    model, tokenizer, stops = load(target)
-    layout = layout_of(target, tokenizer, plain=options.plain)
-    sampling = dataclasses.replace(asked, stop_ids=stops | layout.stop_ids)
-    decoder = decoder_of(model, try_padding=True)
-    limit = getattr(decoder.config, "max_position_embeddings", None)
+    model = LoadedModel.of(target, try_padding=True, plain=options.plain)
+    layout, decoder = model.layout, model.decoder
+    sampling = dataclasses.replace(asked, stop_ids=model.stop_ids)
     equal = not takes_left_padding(decoder.config, decoder.attention)
     progress = _Progress(done, total)
     for start in range(done, total, TOGETHER):
         jobs: list[Job] = []
+        fitting: list[Job] = []
         for place in range(start, min(start + TOGETHER, total)):
             prompt = prompts[place // options.n]
             ids = layout.turns(prompt.messages) if prompt.messages else layout.text(prompt.text)
-            if problem := layout.problem(ids, decoder):
-                raise ConfigError(f"{options.prompts}, prompt {place // options.n + 1}: {problem}")
             jobs.append(Job(place // options.n, place % options.n, tuple(ids)))
+            if not ids or len(ids) > (model.limit or 10**9):
+                continue
+            if problem := model.problem(ids):
+                raise ConfigError(f"{options.prompts}, prompt {place // options.n + 1}: {problem}")
+            fitting.append(jobs[-1])
         records: dict[Job, dict[str, Any]] = {
             job: {"completion": "", "ended": POSITIONS if job.tokens else "empty"} for job in jobs
         }
-        fitting = [job for job in jobs if job.tokens and len(job.tokens) <= (limit or 10**9)]
         for batch in batches_of(
             fitting, budget=options.batch_tokens, new_tokens=sampling.max_new_tokens, equal=equal
         ):
@@ -221,8 +222,8 @@ def _completions(
                     "continues from there."
                 ) from error
             for job, completion in zip(batch, completions, strict=True):
-                text = tokenizer.decode(list(completion.text_tokens), skip_special_tokens=True)
-                record = {"completion": text.strip(), "ended": completion.ended}
+                text = model.decode(completion.text_tokens).strip()
+                record = {"completion": text, "ended": completion.ended}
                 if options.json:
                     names = ("tokens", "logps", "sampled_logps")
                     record |= {name: list(getattr(completion, name)) for name in names}

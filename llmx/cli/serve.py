@@ -11,11 +11,11 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from llmx.cli.target import Target, check_generates, dtype_of, find_target
+from llmx.cli.target import Target, dtype_of, find_target
+from llmx.config.model_rules import whole_number
 from llmx.errors import ConfigError
 from llmx.hardware.detect import Gpu, usable_gpus
 from llmx.models.adapter_names import CONFIG_FILE
@@ -33,7 +33,6 @@ def run(options: argparse.Namespace) -> int:
     target = find_target(
         options.target, command="serve", model=options.model, trusted=options.trust
     )
-    check_generates(target)
     gpus = usable_gpus()
     command = vllm_command(
         target, gpus, name=options.name, shared_by=options.gpus, length=options.max_model_len
@@ -92,8 +91,6 @@ def vllm_command(
         path = Path(target.base.path or "").expanduser()
         served = Path(os.path.abspath(path)) if path.is_dir() else Path(target.base.path or "")
         config = read_mapping(served / "config.json") | target.base.config
-    if isinstance(config.get("text_config"), dict):
-        config = config["text_config"]
     words = [PROGRAM, "serve", str(served)]
     if target.base is None:
         words += ["--served-model-name", name]
@@ -101,10 +98,10 @@ def vllm_command(
         words += ["--revision", target.base.revision]
     if dtype := dtype_of(directory):  # vLLM's auto would serve fp32 files in fp16
         words += ["--dtype", dtype]
-    positions = _first(config, "max_position_embeddings", "n_positions", "max_seq_len")
+    positions = whole_number(config, "max_position_embeddings", "n_positions", "max_seq_len")
     if length or positions:
         words += ["--max-model-len", str(length or positions)]
-    heads = _first(config, "num_attention_heads", "n_head", "num_heads")
+    heads = whole_number(config, "num_attention_heads", "n_head", "num_heads")
     weight_bytes = sum(path.stat().st_size for path in served.glob("*.safetensors"))
     num = shared_by or _fewest(gpus, weight_bytes, heads=heads)
     if heads is not None and heads % num:
@@ -130,12 +127,6 @@ def vllm_command(
     if target.trusts_remote_code:
         words.append("--trust-remote-code")
     return words
-
-
-def _first(config: Mapping[str, Any], *names: str) -> int | None:
-    """The value of a config under the first of these names that it has (GPT-2 and its time had
-    others)."""
-    return next((config[name] for name in names if isinstance(config.get(name), int)), None)
 
 
 def check_adapter(directory: Path) -> None:

@@ -269,32 +269,26 @@ def _server(options: argparse.Namespace) -> Complete:
 
 def _local(options: argparse.Namespace) -> Complete:
     """Answers of a model on this machine."""
-    from llmx.cli.generate import layout_of, load
-    from llmx.cli.target import check_generates, find_target
-    from llmx.models.generate import decoder_of, generate
+    from llmx.cli.generate import LoadedModel
+    from llmx.cli.target import find_target
+    from llmx.models.generate import generate
 
     target = find_target(
         options.target, command="synthesize", model=options.model, trusted=options.trust
     )
-    check_generates(target)
-    model, tokenizer, stops = load(target)
-    layout = layout_of(target, tokenizer)
+    model = LoadedModel.of(target, try_padding=True)
     length, temperature = options.max_new_tokens, options.temperature
-    stop_ids = stops | layout.stop_ids
-    sampling = Sampling(max_new_tokens=length, temperature=temperature, stop_ids=stop_ids)
-    decoder = decoder_of(model, try_padding=True)
-    limit = getattr(decoder.config, "max_position_embeddings", None)
+    sampling = Sampling(max_new_tokens=length, temperature=temperature, stop_ids=model.stop_ids)
 
     def complete(prompts: Sequence[str], seeds: Sequence[int]) -> list[str]:
-        rows = [layout.text(prompt) for prompt in prompts]
+        rows = [model.layout.text(prompt) for prompt in prompts]
         longest = max(map(len, rows))
-        if limit is not None and longest >= limit:
+        if model.limit is not None and longest >= model.limit:
             raise ConfigError(
-                f"a request has {plural(longest, 'token')}, the model {limit:,} positions. Give "
-                "shorter seeds."
+                f"a request has {plural(longest, 'token')}, the model {model.limit:,} positions. "
+                "Give shorter seeds."
             )
-        completions = generate(decoder, rows, sampling, seeds=seeds, batch_size=len(rows))
-        answers = [list(completion.text_tokens) for completion in completions]
-        return [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+        completions = generate(model.decoder, rows, sampling, seeds=seeds, batch_size=len(rows))
+        return [model.decode(completion.text_tokens) for completion in completions]
 
     return complete

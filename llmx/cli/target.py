@@ -64,6 +64,7 @@ def find_target(
     model: Path | None = None,
     trusted: bool = False,
     runs: Sequence[str] = (trust.MODEL,),
+    generates: bool = True,
 ) -> Target:
     """Resolve ``RUN|MODEL`` to a directory with a model.
 
@@ -73,9 +74,11 @@ def find_target(
         model: ``--model``, another model of the run.
         trusted: ``--trust``, code that the run directory names may run.
         runs: the kinds of code that the command runs.
+        generates: whether the model must write text.
 
     Raises:
-        ConfigError: it is none, the run has no model yet, or a file of the model is damaged.
+        ConfigError: it is none, the run has no model yet, a file of the model is damaged, or it
+            writes no text and must.
     """
     typed, root = str(place), place.expanduser()
     if "=" in typed and not root.exists():
@@ -94,11 +97,11 @@ def find_target(
             raise ConfigError(
                 _no_model(run, directory, command=command, exported=model is not None)
             )
-        return _checked(Target(directory, run, exp, _base(directory, exp)))
+        return _checked(Target(directory, run, exp, _base(directory, exp)), generates=generates)
     if _holds_model(root):
         if model:
             raise ConfigError(f"--model is another model of a run; {root} is a model itself.")
-        return _checked(Target(root, None, None, _base(root, None)))
+        return _checked(Target(root, None, None, _base(root, None)), generates=generates)
     if not root.is_dir():
         hub = ""
         if re.fullmatch(r"[\w.-]+/[\w.-]+", typed):
@@ -110,11 +113,13 @@ def find_target(
     )
 
 
-def _checked(target: Target) -> Target:
+def _checked(target: Target, *, generates: bool) -> Target:
     """ConfigError where a file of the model, or of the base of an adapter, is damaged."""
     check_model_files(target.directory)
     if target.base is not None:
         check_model_files(Path(target.base.path or "").expanduser())
+    if generates:
+        check_generates(target)
     return target
 
 
@@ -190,16 +195,15 @@ def check_generates(target: Target) -> None:
     """ConfigError for a model that writes no text: a classifier, say. Transformers would give it a
     new output head, and random completions."""
     directory = target.directory
-    if target.base is not None:
-        if kind := generates_no_text(directory):
-            raise ConfigError(
-                f"{directory} is an adapter for {kind}, which generates no text. Load it with peft."
-            )
-        return
-    if class_name := generates_no_text(directory):
+    name = generates_no_text(directory)
+    if name and target.base is not None:
         raise ConfigError(
-            f"{directory} is a {class_name}, which generates no text. Load it with transformers, "
-            f"e.g. `{class_name}.from_pretrained({str(directory)!r})`."
+            f"{directory} is an adapter for {name}, which generates no text. Load it with peft."
+        )
+    if name:
+        raise ConfigError(
+            f"{directory} is a {name}, which generates no text. Load it with transformers, "
+            f"e.g. `{name}.from_pretrained({str(directory)!r})`."
         )
 
 
@@ -269,7 +273,12 @@ def load_network(target: Target, *, head: str = CAUSAL_LM) -> Any:
     except Exception as error:  # of a damaged file, libraries raise anything
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(not_loaded(target, error)) from error
+        reason = _first_line(error)
+        if target.base is not None:
+            problem = _no_base(target.directory, target.base, reason)
+        else:
+            problem = f"{target.directory} cannot be loaded: {reason}."
+        raise ConfigError(problem) from error
     try:
         return on_device(network)
     except torch.OutOfMemoryError as error:
@@ -293,14 +302,6 @@ def on_device(network: Any) -> Any:
                     tensor.data = tensor.data.half()
         network = network.to("cuda")
     return network.eval()
-
-
-def not_loaded(target: Target, error: Exception) -> str:
-    """The message for a model whose files cannot be loaded."""
-    reason = _first_line(error)
-    if target.base is not None:
-        return _no_base(target.directory, target.base, reason)
-    return f"{target.directory} cannot be loaded: {reason}."
 
 
 def _first_line(error: Exception) -> str:

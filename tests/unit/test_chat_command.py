@@ -15,7 +15,7 @@ import transformers
 
 from llmx.cli.chat import Chat
 from llmx.cli.commands import COMMANDS
-from llmx.cli.generate import PromptLayout
+from llmx.cli.generate import LoadedModel, PromptLayout
 from llmx.cli.main import run_here
 from llmx.data.format.templates import TEMPLATES
 from llmx.errors import ConfigError
@@ -50,18 +50,18 @@ def a_model(directory: Path | None = None, *, positions: int = 512) -> Any:
 
 
 def a_chat(model: Any, *, template: str | None = "auto") -> Chat:
-    def decode(tokens: Any) -> str:
-        return str(TOKENIZER.decode(list(tokens), skip_special_tokens=True))
-
     layout = PromptLayout(TOKENIZER, template=template, system=None)
+    loaded = LoadedModel(decoder_of(model), TOKENIZER, layout, layout.stop_ids)
     how = Sampling(max_new_tokens=8, stop_ids=layout.stop_ids)
-    return Chat(decoder_of(model), layout, how, decode=decode, seed=3)
+    return Chat(loaded, how, seed=3)
 
 
 # --- The conversation ------------------------------------------------------------------------
 
 
-def test_an_interrupted_answer_is_kept_as_far_as_it_was_said() -> None:
+def test_an_interrupted_answer_is_kept_as_far_as_it_was_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = a_model()
     whole = a_chat(model)
     wanted = whole.answer("Which is a bird?")
@@ -85,7 +85,7 @@ def test_an_interrupted_answer_is_kept_as_far_as_it_was_said() -> None:
         raise KeyboardInterrupt
 
     silent = a_chat(model)
-    silent._decode = lambda tokens: ""
+    monkeypatch.setattr(LoadedModel, "decode", lambda model, tokens: "")
     assert silent.answer("Well?", at_once).text == ""
     assert silent.turns == []
 

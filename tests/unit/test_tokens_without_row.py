@@ -144,4 +144,5 @@ def test_a_prompt_with_it_is_named_and_the_others_are_completed(
     files = ["--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "out.jsonl")]
     assert f"prompts.txt, prompt 2: {said}" in refused("generate", *files).err
     monkeypatch.setattr("sys.stdin", io.StringIO(f"w3 {LATER}\nw3\n"))
+    said = said.replace("prompt", "message")
     assert said in refused("chat", "--plain", "--max-new-tokens=2").err
