@@ -6,6 +6,7 @@ A new command is an entry here and a module with ``run(words)`` (``llmx.compose.
 # ruff: noqa: E501 - a word of a command is a row
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,10 +15,20 @@ from llmx.config.fields import Range
 
 @dataclass(frozen=True)
 class Number:
-    """The value of a flag that is a number."""
+    """The value of a flag or a key that is a number."""
 
     kind: type[int] | type[float]
     limits: Range
+
+    def read(self, text: str) -> float | None:
+        """The number; None where it is none, or not in the range."""
+        with contextlib.suppress(ValueError):
+            if len(text) <= 20 and self.limits.holds(value := self.kind(text)):
+                return value
+        return None
+
+    def __str__(self) -> str:
+        return f"a {'whole number' if self.kind is int else 'number'} {self.limits}"
 
 
 def _whole(minimum: int, maximum: int) -> Number:
@@ -254,7 +265,7 @@ COMMANDS = {
         "task.steps=N extends the run, also a finished one.",
         "llmx.lifecycle.resume",
         words=(
-            Word("step=", "resume from the checkpoint of step N; newer ones are moved to history/", "N", takes="step"),
+            Word("step=", "resume from the checkpoint of step N; newer ones are moved to history/", "N", takes="step", number=_whole(0, 10**9)),
             _TRUST_WORD,
             _DRY_RUN,
             _CONFIG_DIR,
@@ -271,7 +282,7 @@ COMMANDS = {
         "whether the numbers are bitwise identical, or which step differs first and how much.",
         "llmx.lifecycle.reproduce",
         words=(
-            Word("to_step=", "train only the first K steps, with the schedule of the whole run", "K"),
+            Word("to_step=", "train only the first K steps, with the schedule of the whole run", "K", number=_COUNT),
             Word("strict=", "refuse if anything differs that may change numbers; exit code 1 also where the numbers differ at the end", "true", _TRUE),
             _TRUST_WORD,
             _DRY_RUN,
@@ -457,12 +468,12 @@ model in that format, and compare it with transformers before the directory gets
         own_process=True,
         interrupted="the next preparation starts again.",
         words=(
-            Word("preview=", "show N samples token by token, with target tokens marked", "N"),
+            Word("preview=", "show N samples token by token, with target tokens marked", "N", number=_whole(0, 10**9)),
             Word("split=", "prepare only the training or only the evaluation data", "SPLIT", ("train", "eval")),
             Word("out=", "write the rows of all sources to a new file, as they are, with a record of where they come from beside it (without out, near and decontaminate only report)", "FILE.jsonl", takes="path"),
-            Word("near=", "remove rows that are identical, or at least so similar to an earlier one (Jaccard index of three words in a row, by MinHash); needs llmx[data]", "S"),
+            Word("near=", "remove rows that are identical, or at least so similar to an earlier one (Jaccard index of three words in a row, by MinHash); needs llmx[data]", "S", number=Number(float, Range(0.3, 1))),
             Word("decontaminate=", "remove rows that have words in a row in common with this evaluation set", "FILE", takes="path"),
-            Word("ngram=", "the number of these words (default 13, as for GPT-3; in Chinese try 25)", "N"),
+            Word("ngram=", "the number of these words (default 13, as for GPT-3; in Chinese try 25)", "N", number=_whole(5, 100)),
         ),
         overrides=True,
         section="data",

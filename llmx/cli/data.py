@@ -7,14 +7,12 @@ A histogram of the rows' lengths is shown of each store. With ``out=`` and its l
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from llmx.cli import data_out
 from llmx.config import Experiment
-from llmx.config.build import shown
 from llmx.config.model_rules import position_limit
 from llmx.data import SampleStore
 from llmx.data.store.summary import draw_histogram, lost_rows, print_samples, report
@@ -36,26 +34,21 @@ def run(exp: Experiment, own_words: Mapping[str, str]) -> int:
         return data_out.run(exp, own_words)
     splits = ["train", "eval"] if exp.data.has_eval else ["train"]
     chosen = own_words.get("split")
-    if chosen is not None and chosen not in splits:
-        if chosen == "eval":
-            raise ConfigError(
-                "split=eval: there is no evaluation data. Set data.eval_path, or e.g. "
-                "data.eval_fraction=0.05 to hold out rows of data.path."
-            )
-        options = " or ".join(f"split={split}" for split in splits)
-        raise ConfigError(f"split={printable(chosen)}: no such split. Use {options}.")
-    preview = own_words.get("preview", "0")
-    if not re.fullmatch(r"[0-9]{1,9}", preview):
-        raise ConfigError(f"preview={shown(preview)}: not a number of samples. Use e.g. preview=3.")
+    if chosen == "eval" and not exp.data.has_eval:
+        raise ConfigError(
+            "split=eval: there is no evaluation data. Set data.eval_path, or e.g. "
+            "data.eval_fraction=0.05 to hold out rows of data.path."
+        )
+    preview = int(own_words.get("preview", "0"))
     if offline := stay_offline_if_unreachable(exp.model, os.environ):
         print(offline, flush=True)
     tokenizer = tokenizer_of(exp)
     stores = {}
     for split in [chosen] if chosen else splits:
         stores[split] = store = _prepared(exp, tokenizer, split)
-        if int(preview) and (chosen or split == "train"):
+        if preview and (chosen or split == "train"):
             print()
-            print_samples(store, tokenizer, count=int(preview))
+            print_samples(store, tokenizer, count=preview)
     if "train" in stores:
         for line in task_of(exp, tokenizer).see_data(stores["train"], stores.get("eval")):
             print(printable(line))
@@ -63,22 +56,14 @@ def run(exp: Experiment, own_words: Mapping[str, str]) -> int:
 
 
 def _prepared(exp: Experiment, tokenizer: Any, split: str) -> SampleStore:
-    from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     before = time.time()
     store = prepare(exp, tokenizer, split=split)
     was_cached = (store.path / "meta.json").stat().st_mtime < before
-    table = Table(title=f"{split}: {store.path.name}", title_justify="left", show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
-    for name, value in report(store.meta, was_prepared=was_cached):
-        table.add_row(name, Text(printable(value)))
-    table.add_row("store", Text(printable(str(store.path))))
-    table.add_row("lengths", draw_histogram(store.meta))
-    console = Console(highlight=False)
-    console.print(table, soft_wrap=not console.is_terminal)
+    rows = [*report(store.meta, was_prepared=was_cached), ("store", str(store.path))]
+    rows.append(("lengths", draw_histogram(store.meta)))
+    console = data_out.print_table(rows, title=f"{split}: {store.path.name}")
     for warning in lost_rows(store.meta, longest=position_limit(exp.model.network)):
         console.print(Text(printable(warning), style="yellow"), soft_wrap=True)
     return store

@@ -13,15 +13,14 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import llmx
 from llmx.config import DataConfig, Experiment, SourceConfig
 from llmx.config.build import shown
-from llmx.config.fields import Range
 from llmx.config.file_formats import PROVENANCE
 from llmx.data.format.rows import Conversation, Labelled, Preference, TextPair
 from llmx.data.similar import (
@@ -57,9 +56,11 @@ from llmx.run.rundir import replacing, write_json
 from llmx.tasks import task_class
 from llmx.text import percent, plural, printable
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 WORDS = ("out", "near", "decontaminate", "ngram")
 """Own words of ``data`` for this."""
-NEAR, NGRAM = Range(0.3, 1), Range(5, 100)
 ROWS = (Conversation, Document, Labelled, Preference)
 """The kinds of rows that records are read as, to compare their texts."""
 SHINGLE = 3
@@ -80,9 +81,9 @@ class Options:
 
     @classmethod
     def of(cls, words: Mapping[str, str]) -> Options:
-        """Raises ConfigError for a value that cannot be, and where ``out`` is there already."""
-        near = _number("near", words["near"], NEAR, "0.8") if "near" in words else None
-        ngram = int(_number("ngram", words.get("ngram", "13"), NGRAM, "13", whole=True))
+        """Raises ConfigError for words that do not go together, and where ``out`` is there."""
+        near = float(words["near"]) if "near" in words else None
+        ngram = int(words.get("ngram", "13"))
         if "ngram" in words and not words.get("decontaminate"):
             raise ConfigError("ngram is for decontaminate=FILE, which is not set.")
         if near is not None:
@@ -96,17 +97,6 @@ class Options:
             if path.exists():
                 raise ConfigError(f"{path} exists already. Remove it, or set out to another name.")
         return cls(out, near, words.get("decontaminate", ""), ngram)
-
-
-def _number(name: str, text: str, limits: Range, example: str, *, whole: bool = False) -> float:
-    try:
-        value = int(text) if whole else float(text)
-    except ValueError:
-        value = float("nan")
-    if not limits.holds(value):
-        noun = "a whole number" if whole else "a number"
-        raise ConfigError(f"{name}={shown(text)}: must be {noun} {limits}, e.g. {name}={example}.")
-    return value
 
 
 def eval_file(out: Path) -> Path:
@@ -297,13 +287,6 @@ def _report(
     outcome: Outcome, options: Options, eval_texts: EvalTexts | None, lines: Mapping[str, str]
 ) -> None:
     """Print what was read and removed, with examples, and ``lines``."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title_justify="left", show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
     num_left = outcome.num_rows - len(outcome.removed)
     rows = [("rows read", f"{outcome.num_rows:,}")]
     for reason, count in outcome.counts.items():
@@ -316,8 +299,20 @@ def _report(
             "words left out as a template"
         )
         rows.append((f"compared with {options.decontaminate}", compared))
-    rows += [("rows left", f"{num_left:,}"), *lines.items()]
+    print_table([*rows, ("rows left", f"{num_left:,}"), *lines.items()])
+
+
+def print_table(rows: Iterable[tuple[str, str]], *, title: str | None = None) -> Console:
+    """Print names with their values; returns the console."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
     for name, value in rows:
         table.add_row(printable(name), Text(printable(value)))
     console = Console(highlight=False)
     console.print(table, soft_wrap=not console.is_terminal)
+    return console

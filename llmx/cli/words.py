@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import math
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,7 +92,7 @@ def _of_config(name: str, argv: Sequence[str]) -> Words:
             if command.arguments and ("=" not in word or Path(word).is_dir()):
                 bare.append(word)
             elif f"{key}=" in _names(command):
-                keys[key] = value
+                keys[key] = _own_value(command, key, value)
             else:
                 overrides.append(word if takes_line else resolve_alias(word))
             continue
@@ -138,6 +138,21 @@ def _of_config(name: str, argv: Sequence[str]) -> Words:
         show=dict(_to_print(options)),
         config_dir=_directory(options.get("--config-dir")),
     )
+
+
+def _own_value(command: Command, key: str, value: str) -> str:
+    """The value of a key of the command's own; ConfigError for one that it does not take."""
+    (word,) = (word for word in command.words if word.name == f"{key}=")
+    if word.choices:
+        rule = f"one of {', '.join(word.choices)}"
+        is_right = (value := value.lower()) in word.choices
+    elif word.number:
+        rule, is_right = str(word.number), word.number.read(value) is not None
+    else:
+        return value
+    if not is_right:
+        raise ConfigError(f"{key}={shown(value)}: must be {rule}.")
+    return value
 
 
 def _names(command: Command) -> list[str]:
@@ -229,7 +244,7 @@ class _Parser(argparse.ArgumentParser):
                 continue
             read: Callable[[str], object] = Path if word.takes in ("path", "directory") else str
             if word.number is not None:
-                read = _reader(word.number)
+                read = functools.partial(_number, word.number)
             choices = word.choices or None
             self.add_argument(word.name, type=read, choices=choices, default=word.default)
 
@@ -262,17 +277,8 @@ def _of_flags(name: str, words: Sequence[str]) -> Words:
     return Words(**values)
 
 
-def _reader(number: Number) -> Callable[[str], float]:
-    """The type of a flag that is a number in a range."""
-    noun = "whole number" if number.kind is int else "number"
-
-    def read(word: str) -> float:
-        try:
-            value = number.kind(word) if len(word) <= 20 else math.nan
-        except ValueError:
-            value = math.nan
-        if not number.limits.holds(value):
-            raise argparse.ArgumentTypeError(f"{shown(word)} is not a {noun} {number.limits}")
-        return value
-
-    return read
+def _number(number: Number, word: str) -> float:
+    """The value of a flag that is a number in a range."""
+    if (value := number.read(word)) is None:
+        raise argparse.ArgumentTypeError(f"{shown(word)} is not {number}")
+    return value

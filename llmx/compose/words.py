@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from llmx.errors import ConfigError
 
 
 class Words(argparse.Namespace):
@@ -46,16 +43,8 @@ class Words(argparse.Namespace):
 
     def flag(self, name: str) -> bool:
         """An own word that is true or false."""
-        value = self.own.get(name, "false").lower()
-        if value not in ("true", "false"):
-            raise ConfigError(f"{name}={self.own[name]}: write {name}=true or {name}=false.")
-        return value == "true"
+        return self.own.get(name) == "true"
 
-    def step(self, name: str, *, least: int) -> int | None:
+    def step(self, name: str) -> int | None:
         """An own word that is a step; None where it was not given."""
-        text = self.own.get(name)
-        if text is None:
-            return None
-        if not re.fullmatch(r"\d+", text) or int(text) < least:
-            raise ConfigError(f"{name}={text}: a step, a whole number from {least} on.")
-        return int(text)
+        return int(self.own[name]) if name in self.own else None

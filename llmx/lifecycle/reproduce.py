@@ -78,7 +78,7 @@ class NotReproduced(LlmxError, RuntimeError):
 def run(words: Words) -> int:
     """List the differences, refuse or run, and compare the numbers; returns the exit code."""
     run, exp = trusted_run(words)
-    strict, to_step = words.flag("strict"), words.step("to_step", least=1)
+    strict, to_step = words.flag("strict"), words.step("to_step")
     where = words.own.get("run_dir")
     target = RunDir(Path(where).expanduser() if where else fresh_sibling(run.root))
     if target.config.exists() and not snapshot.failed_before_a_step(target):

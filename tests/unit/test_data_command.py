@@ -50,7 +50,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def data(*words: str, **options: Any) -> int:
     """The command on a composed config, in this process."""
     exp = experiment(Path("run").absolute(), data={"max_rows": None, **options})
-    return exit_code(lambda: command.run(exp, dict(w.partition("=")[::2] for w in words)))
+    return exit_code(lambda: command.run(exp, parse("data", words).own))
 
 
 def read(name: str) -> list[dict[str, Any]]:
@@ -219,13 +219,13 @@ def test_a_mixture_is_written_by_weight(here: Path, capsys: pytest.CaptureFixtur
 def test_values_are_checked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rensa")
     for words, problem in (
-        ({"near": "2"}, "near=2: must be a number from 0.3 to 1"),
-        ({"decontaminate": "a", "ngram": "4.5"}, "ngram=4.5: must be a whole number from 5"),
-        ({"ngram": "8"}, "ngram is for decontaminate"),
-        ({"out": "rows.csv"}, "must end in .jsonl"),
+        (["near=2"], "near=2: must be a number from 0.3 to 1"),
+        (["decontaminate=a", "ngram=4.5"], "ngram=4.5: must be a whole number from 5"),
+        (["ngram=8"], "ngram is for decontaminate"),
+        (["out=rows.csv"], "must end in .jsonl"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            Options.of(words)
+            Options.of(parse("data", words).own)
     assert data("near=0.8", "preview=2") == 2
     assert "preview shows prepared data, and near prepares none" in capsys.readouterr().err
 

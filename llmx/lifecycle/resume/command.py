@@ -71,7 +71,7 @@ def prepare_resume(words: Words, *, edited: Experiment | None = None) -> LaunchS
     run, exp = trusted_run(words)
     refuse_alive(run, snapshot.run_id(run) or "-")
     state = read_state(run)
-    step = words.step("step", least=0)
+    step = words.step("step")
     upcoming = next_run(run, exp, words, state, edited=edited)
     upcoming = replace(upcoming, composed=informed(upcoming.composed))
     if nothing_left(run, upcoming, state, step):
