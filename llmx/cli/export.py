@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,6 @@ def export(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     trusted: bool = False,
-    stream: Any = None,
 ) -> Path:
     """Write the model of one checkpoint; its directory.
 
@@ -143,14 +142,14 @@ def export(
     """
     from llmx.checkpoint.export.weights import list_weights, write_adapter, write_weights
 
-    began, stream = time.monotonic(), stream or sys.stderr
+    began = time.monotonic()
     if out is not None:
         _refuse_existing(out)  # before the checkpoint is read, which takes minutes
     final = _check_form(to, dtype)
     if _trusts_remote_code(run):
         code = trust.code_of(snapshot.load(run))
         trust.check_trusted(run, code, trust.MODEL, trusted=trusted, say="--trust")
-    checkpoint = _select(run, step, stream=stream)
+    checkpoint = _select(run, step)
     adapted = holds_adapter(checkpoint / MODEL)
     to = _form((MERGED if adapted else HF) if final else to, adapted=adapted, run=run)
     if final == GGUF and (checkpoint / MODEL / "config.json").is_file():
@@ -181,7 +180,7 @@ def export(
     weights = list_weights(state, index, dtype=NAMES["fp32" if to == MERGED else precision])
     total = sum(weight.num_bytes for weight in weights)
     elements = sum(weight.num_elements for weight in weights)
-    progress = ProgressLine("writing", total, stream=stream)
+    progress = ProgressLine("writing", total, stream=sys.stderr)
     described, trusts = checkpoint / MODEL, _trusts_remote_code(run)
     # Of what is merged only the adapter's size is known here.
     num_bytes = 0 if to == MERGED else total
@@ -195,16 +194,17 @@ def export(
             _copy_description(described, model, without="config.json")
             write_adapter(model, state, index, dtype=NAMES[precision], on_bytes=progress.add)
         elif to == MERGED:
-            elements, total = _merge(
-                run,
-                described,
-                model,
-                state,
-                index,
-                precision=precision,
-                shard_bytes=shard_bytes,
-                on_bytes=progress.add,
-            )
+            from llmx.checkpoint.export.merged import write_merged
+
+            with tempfile.TemporaryDirectory(dir=model.parent, prefix=".adapter-") as place:
+                adapter = Path(place)
+                _copy_description(described, adapter, dtype=HF_NAMES[precision])
+                write_adapter(adapter, state, index, dtype=NAMES["fp32"], on_bytes=progress.add)
+                base = snapshot.load(run).model
+                elements = write_merged(
+                    model, adapter, base, dtype=NAMES[precision], shard_bytes=shard_bytes
+                )
+            total = sum(path.stat().st_size for path in model.glob("*.safetensors"))
         else:
             _copy_description(described, model, dtype=HF_NAMES[precision])
             write_weights(
@@ -304,7 +304,7 @@ def _convert(
         print(f"llmx: {to}: {line}", file=sys.stderr)
 
 
-def _select(run: RunDir, step: int | None, *, stream: Any) -> Path:
+def _select(run: RunDir, step: int | None) -> Path:
     """The directory of the checkpoint, after every byte of it was verified."""
     steps = selection.list_steps(run.checkpoints)
     if not steps:
@@ -315,10 +315,10 @@ def _select(run: RunDir, step: int | None, *, stream: Any) -> Path:
     refused: list[str] = []
     for candidate in [step] if step is not None else reversed(steps):
         directory = commit.committed_dir(run.checkpoints, candidate)
-        problems = verify_with_progress(directory, stream=stream)
+        problems = verify_with_progress(directory, stream=sys.stderr)
         if not problems:
             for line in refused:
-                print(f"llmx: {line}", file=stream)
+                print(f"llmx: {line}", file=sys.stderr)
             return directory
         refused.append(f"{directory.name} cannot be used: {explain(directory, problems)}")
     alternatives = ", ".join(str(listed) for listed in steps if listed != step)
@@ -350,33 +350,6 @@ def _form(to: str | None, *, adapted: bool, run: RunDir) -> str:
         )
         raise ConfigError(f"--to {to}: {run.root} {have}.")
     return to
-
-
-def _merge(
-    run: RunDir,
-    described: Path,
-    directory: Path,
-    state: dict[str, Any],
-    index: FragmentIndex,
-    *,
-    precision: str,
-    shard_bytes: int,
-    on_bytes: Callable[[int], None],
-) -> tuple[int, int]:
-    """The model that the run trained on with the checkpoint's adapter in it: its parameters, and
-    their bytes."""
-    from llmx.checkpoint.export.merged import write_merged
-    from llmx.checkpoint.export.weights import write_adapter
-
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".adapter-") as name:
-        adapter = Path(name)
-        _copy_description(described, adapter, dtype=HF_NAMES[precision])
-        write_adapter(adapter, state, index, dtype=NAMES["fp32"], on_bytes=on_bytes)
-        source = snapshot.load(run).model
-        elements = write_merged(
-            directory, adapter, source, dtype=NAMES[precision], shard_bytes=shard_bytes
-        )
-    return elements, sum(path.stat().st_size for path in directory.glob("*.safetensors"))
 
 
 def _copy_description(source: Path, target: Path, *, dtype: str = "", without: str = "") -> None:
