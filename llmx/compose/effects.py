@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llmx.compose.overrides import SET
-from llmx.compose.task_rules import generates, specs, task_class
+from llmx.compose.task_rules import generates, specs
 from llmx.config.build import shown
 from llmx.config.fields import AUTO
 from llmx.config.optimizers import optimizer_of
@@ -75,12 +75,6 @@ def _optim_lr_is_read(exp: Experiment) -> bool:
     return not networks or any(spec.head == "sequence_classification" for spec in networks.values())
 
 
-def _generates(exp: Experiment) -> bool:
-    """Whether the task generates its samples; True of a task of the user's own."""
-    kind = task_class(exp.task)
-    return kind is None or generates(kind)
-
-
 def _tracker_reads(setting: str) -> Callable[[Experiment], bool]:
     return lambda exp: any(setting in TRACKERS.load(k).reads for k in exp.tracking.kinds)
 
@@ -103,7 +97,7 @@ RULES = (
     Rule("task.eval_every_steps task.eval_generate", lambda exp: exp.task.evaluate, "with task.evaluate=false", "task.evaluate=true"),
     Rule("task.eval_max_new_tokens", lambda exp: exp.task.eval_generate > 0, "without task.eval_generate", "task.eval_generate=32"),
     Rule("task.early_stopping.min_delta task.early_stopping.metric", lambda exp: exp.task.early_stopping.patience is not None, "without task.early_stopping.patience", "task.early_stopping.patience=3"),
-    Rule("rollout", _generates, "with a task that reads its samples", "task=grpo"),
+    Rule("rollout", lambda exp: generates(exp.task) is not False, "with a task that reads its samples", "task=grpo"),
     Rule("zero.nvme_path", lambda exp: "nvme" in _offloads(exp), "without NVMe offload", "zero=infinity"),
     Rule("zero.pin_memory", lambda exp: _offloads(exp) != {"none"} or exp.zero.stage == AUTO, "without offload", "zero=stage2_offload"),
     Rule("zero.prefetch_bucket_size zero.param_persistence_threshold zero.max_live_parameters zero.max_reuse_distance zero.sub_group_size", _stages(3), "below stage 3", "zero=stage3"),

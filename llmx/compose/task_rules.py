@@ -39,9 +39,11 @@ def task_class(task: TaskConfig) -> Any:
         return None
 
 
-def generates(kind: Any) -> bool:
-    """Whether tasks of this class make their samples (``llmx.tasks.OnlineTask``)."""
-    return hasattr(kind, "rollout")
+def generates(task: TaskConfig) -> bool | None:
+    """Whether a task makes its samples (``llmx.tasks.OnlineTask``); None for a task of the user's
+    own, of which it is not known here."""
+    kind = task_class(task)
+    return None if kind is None else hasattr(kind, "rollout")
 
 
 def task_problems(exp: Experiment) -> list[str]:
@@ -61,7 +63,7 @@ def task_problems(exp: Experiment) -> list[str]:
 def _rollout_problems(exp: Experiment, kind: Any) -> Iterator[str]:
     """Yield a message for rollout settings that the task has no use for."""
     rollout = exp.rollout
-    if rollout.hosts and not generates(kind):
+    if rollout.hosts and not generates(exp.task):
         yield (
             f"rollout.hosts={shown(rollout.hosts)}: task={exp.task.kind} generates no samples, so "
             "these hosts would have nothing to do. Leave rollout.hosts out: then they train."
@@ -118,10 +120,9 @@ DEMO = "demo"
 def drawn_samples(exp: Experiment) -> DrawnSamples | None:
     """What the task generates in a step; None where it reads its samples, and for a task of the
     user's own."""
-    kind = task_class(exp.task)
-    if kind is None or not generates(kind):
+    if not generates(exp.task):
         return None
-    options = kind(exp, None).options
+    options = task_class(exp.task)(exp, None).options
     turns = options.max_turns if getattr(options, "environment", None) else 1
     return DrawnSamples(
         group_size=getattr(options, "group_size", 1),
@@ -139,7 +140,7 @@ def task_warnings(exp: Experiment) -> tuple[str, ...]:
         return ()
     base = importlib.import_module("llmx.tasks.base").Task
     warnings = []
-    if generates(kind):
+    if generates(exp.task):
         warnings.append(
             f"task={exp.task.kind} generates its samples. The plan counts completions of full "
             "length. Measure with task.stop_at_step=5."
@@ -257,14 +258,8 @@ def with_chosen_packing(exp: Experiment) -> Experiment:
     """Choose ``data.packing`` by the task where it is auto."""
     if exp.data.packing != "auto":
         return exp
-    packing = "none" if _generates(exp) else "best_fit"
+    packing = "none" if generates(exp.task) else "best_fit"
     return replace(exp, data=replace(exp.data, packing=packing))
-
-
-def _generates(exp: Experiment) -> bool:
-    """Whether the task makes its samples; of a task of the user's own it is not known here."""
-    kind = task_class(exp.task)
-    return kind is not None and generates(kind)
 
 
 def with_default_lr(exp: Experiment) -> Experiment:
@@ -281,7 +276,7 @@ def with_default_lr(exp: Experiment) -> Experiment:
 
 def rollout_line(exp: Experiment) -> str:
     """How the samples of a task that generates them are made; empty for any other task."""
-    if not _generates(exp):
+    if not generates(exp.task):
         return ""
     tokens = exp.task.options.get("max_new_tokens")
     at_most = f"; at most {tokens} new tokens (task.options.max_new_tokens)" if tokens else ""
