@@ -21,6 +21,7 @@ from llmx.compose.apply_overrides import apply, group_of
 from llmx.compose.overrides import resolve_alias
 from llmx.compose.task_rules import with_chosen_packing
 from llmx.config import DataConfig, Experiment, ModelConfig, TaskConfig
+from llmx.config.model_rules import length_problem
 from llmx.errors import ConfigError
 from llmx.run import trust
 from llmx.run.metrics.completions import DECLARED, METRICS, load_metric, score
@@ -146,7 +147,9 @@ def run(options: argparse.Namespace) -> int:
         for line in task.see_model(AutoConfig.from_pretrained(target.directory), store):
             print(printable(line))
     models = load(target, exp, task, tokenizer)
-    check_length(exp.data, models)
+    limit = getattr(models.main.config.get_text_config(), "max_position_embeddings", None)
+    if problem := length_problem(exp.data.seq_len, limit, "the model"):
+        raise ConfigError(problem)
     values = measure(task, models, store, tokenizer, batch=options.batch)
     rows: list[dict[str, str]] = []
     if options.generate:
@@ -288,16 +291,6 @@ def _as_model(name: str, spec: Any, network: Any) -> Any:
         device=network.device,
         routing=Routing(network),
     )
-
-
-def check_length(data: DataConfig, models: Any) -> None:
-    """ConfigError where samples are longer than the model takes."""
-    limit = getattr(models.main.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and data.seq_len > limit:
-        raise ConfigError(
-            f"data.seq_len={data.seq_len}, but the model takes at most {limit} positions. Set "
-            f"data.seq_len={limit}."
-        )
 
 
 def measure(task: Any, models: Any, store: Any, tokenizer: Any, *, batch: int) -> dict[str, float]:

@@ -32,20 +32,18 @@ from llmx.compose.task_rules import (
     with_task_defaults,
 )
 from llmx.config import (
-    DataConfig,
     EarlyStoppingConfig,
     Experiment,
     HardwareConfig,
     KeepConfig,
     LaunchConfig,
-    ModelConfig,
     TaskConfig,
     experiment_from_dict,
     to_dict,
 )
 from llmx.config.build import shown
 from llmx.config.file_formats import files_in, is_saved, known_suffixes, name_problem, type_of
-from llmx.config.model_rules import head_problem, position_limit
+from llmx.config.model_rules import head_problem, length_problem, position_limit
 from llmx.config.rollout_rules import with_rollout_hosts
 from llmx.config.user_code import with_code_path
 from llmx.config.validate import validate
@@ -111,7 +109,10 @@ def _with_task(knowledge: Knowledge, exp: Experiment) -> Knowledge:
     return replace(
         knowledge,
         local_names=local_names([*exp.hardware.hosts, *exp.rollout.servers]),
-        beside=_beside(exp),
+        beside=tuple(
+            NetworkBeside(name, spec.precision, spec.precomputes, spec.source, spec.revision)
+            for name, spec in specs_beside(exp).items()
+        ),
         drawn=drawn_samples(exp),
     )
 
@@ -157,10 +158,11 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
         hardware = replace(hardware, kind="external", name="external")
     hardware, rollout = with_rollout_hosts(resolve_hardware(hardware), exp.rollout)
     all_here = _all_here(exp.launch, hardware)
-    data, model, problems = local_paths(exp.data, exp.model, all_here=all_here)
+    exp, problems = _local_paths(exp, all_here=all_here)
     task, of_task = _with_model_sources(
-        with_code_path(exp.task), seq_len=data.seq_len, all_here=all_here
+        with_code_path(exp.task), seq_len=exp.data.seq_len, all_here=all_here
     )
+    model = exp.model
     needs_weights, needs_config = model.init == "pretrained" and all_here, model.kind == "hf"
     _, of_model = _model_directory(
         model.path, "model.path", weights=needs_weights, config=needs_config
@@ -175,11 +177,9 @@ def complete(exp: Experiment) -> tuple[Experiment, list[str]]:
         name=name,
         run_dir=run_dir,
         model=model,
-        data=data,
         task=task,
         hardware=hardware,
         rollout=rollout,
-        tracking=replace(exp.tracking, uri=absolute_store(exp.tracking.uri)),
     )
     return with_task_defaults(shortened(with_implied_values(exp))), problems
 
@@ -199,19 +199,12 @@ def with_moved_paths(exp: Experiment, former: Experiment) -> Experiment:
 
     ConfigError for a new path that cannot be used.
     """
-    data, model, problems = local_paths(
-        exp.data, exp.model, all_here=_all_here(exp.launch, exp.hardware), former=former
-    )
+    all_here = _all_here(exp.launch, exp.hardware)
+    exp, problems = _local_paths(exp, all_here=all_here, former=former)
     if problems:
         raise ConfigError("\n".join(problems))
     code_path = exp.task.code_path and absolute(exp.task.code_path)
-    return replace(
-        exp,
-        data=data,
-        model=model,
-        task=replace(exp.task, code_path=code_path),
-        tracking=replace(exp.tracking, uri=absolute_store(exp.tracking.uri)),
-    )
+    return replace(exp, task=replace(exp.task, code_path=code_path))
 
 
 def with_implied_values(exp: Experiment) -> Experiment:
@@ -266,14 +259,6 @@ def _network_problems(exp: Experiment) -> Iterator[str]:
             yield problem
 
 
-def _beside(exp: Experiment) -> tuple[NetworkBeside, ...]:
-    """The networks that the task has beside the one that is exported."""
-    return tuple(
-        NetworkBeside(name, spec.precision, spec.precomputes, spec.source, spec.revision)
-        for name, spec in specs_beside(exp).items()
-    )
-
-
 def _with_model_sources(
     task: TaskConfig, *, seq_len: int, all_here: bool
 ) -> tuple[TaskConfig, list[str]]:
@@ -286,11 +271,8 @@ def _with_model_sources(
         options[name] = paths.model(path, where)
         config, of_directory = _model_directory(options[name], where, weights=all_here, config=True)
         limit = position_limit((not of_directory and network_of(options[name])) or config)
-        if limit is not None and seq_len > limit:
-            of_directory.append(
-                f"data.seq_len={seq_len}, but {where}={path} takes at most {limit} positions. Set "
-                f"data.seq_len={limit}."
-            )
+        if problem := length_problem(seq_len, limit, f"{where}={path}"):
+            of_directory.append(problem)
         problems += [*paths.problems, *of_directory]
     return replace(task, options=options), problems
 
@@ -348,16 +330,18 @@ _MOST_FILES = 1000
 """Files of a directory or a glob whose names are looked at before a launch; ranks look at all."""
 
 
-def local_paths(
-    data: DataConfig, model: ModelConfig, *, all_here: bool, former: Experiment | None = None
-) -> tuple[DataConfig, ModelConfig, list[str]]:
-    """Data and model with absolute paths, and one message for each path that cannot be used.
+def _local_paths(
+    exp: Experiment, *, all_here: bool, former: Experiment | None = None
+) -> tuple[Experiment, list[str]]:
+    """The experiment with absolute paths of data, model and tracker, and one message for each path
+    that cannot be used.
 
     ``all_here``: every path must exist on this machine. Otherwise an absolute path may exist on the
     other hosts only. ``former``: a snapshot, whose paths are left as they are: a name of the Hub
     may be that of a directory here.
     """
     paths = _Paths(all_here, _input_paths(former).values() if former else ())
+    data, model, tracking = exp.data, exp.model, exp.tracking
     data = replace(
         data,
         path=data.path if data.sources else paths.source(data.path, "data.path"),
@@ -373,7 +357,8 @@ def local_paths(
         path=model.path and paths.model(model.path, "model.path"),
         tokenizer=model.tokenizer and paths.model(model.tokenizer, "model.tokenizer"),
     )
-    return data, model, paths.problems
+    tracking = replace(tracking, uri=absolute_store(tracking.uri))
+    return replace(exp, data=data, model=model, tracking=tracking), paths.problems
 
 
 def absolute(path: str) -> str:

@@ -111,6 +111,16 @@ def position_limit(config: dict[str, Any]) -> int | None:
     return whole_number(config, *names)
 
 
+def length_problem(seq_len: int, limit: int | None, model: str) -> str:
+    """The message for samples that are longer than a network takes; empty where they fit."""
+    if limit is None or seq_len <= limit:
+        return ""
+    return (
+        f"data.seq_len={seq_len}, but {model} takes at most {limit} positions. Set "
+        f"data.seq_len={limit}."
+    )
+
+
 LANGUAGE_MODELS = {"causal_lm": "a causal language model", "masked_lm": "a masked language model"}
 """Heads over the vocabulary (``llmx.models.spec``), in words."""
 WITHOUT_OUTPUT_HEAD = (

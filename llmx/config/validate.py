@@ -17,6 +17,7 @@ from llmx.config.hardware_rules import hardware_problems, on_cpus, used_devices
 from llmx.config.model_rules import (
     adapter_problems,
     added_token_problems,
+    length_problem,
     model_config_problems,
     quantize_problems,
 )
@@ -113,11 +114,8 @@ def _model_and_data(exp: Experiment, position_limit: int | None) -> Iterator[str
         yield f"model.config is empty: a {model.kind} from scratch needs hidden_size and the like."
     if not model.tokenizer and not model.path:
         yield "model.tokenizer is empty and there is no model.path to take it from. Set it."
-    if position_limit is not None and data.seq_len > position_limit:
-        yield (
-            f"data.seq_len={data.seq_len}, but {model.path or model.name} takes at most "
-            f"{position_limit} positions. Set data.seq_len={position_limit}."
-        )
+    if problem := length_problem(data.seq_len, position_limit, model.path or model.name):
+        yield problem
     flash = model.attention in ("varlen", "flash_attention_2", "flash_attention_3")
     if flash and (exp.precision == "fp32" or on_cpus(exp.hardware)):
         yield (
