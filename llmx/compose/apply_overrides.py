@@ -17,6 +17,7 @@ from llmx.compose.hydra_config import composed_values, free_mappings, leaves
 from llmx.compose.overrides import SET, check_overrides, quoted
 from llmx.config import DeviceConfig, Experiment, experiment_from_dict, to_dict
 from llmx.config.build import dataclass_from, shown
+from llmx.config.by_host import with_texts
 from llmx.config.groups import CONF, GROUPS, OPTIONAL_GROUPS
 from llmx.config.yaml_files import read_values
 from llmx.errors import ConfigError
@@ -147,10 +148,6 @@ def _reads_back(word: str, value: Any) -> bool:
 
 def _escaped(value: Any) -> Any:
     """Text that OmegaConf would read as an interpolation, so that it reads it as text."""
-    if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_escaped(item) for item in value]
-    if isinstance(value, str) and "${" in value:
-        return re.sub(r"(\\*)\$\{", lambda found: found.group(1) * 2 + r"\${", value)
-    return value
+    return with_texts(
+        value, lambda text: re.sub(r"(\\*)\$\{", lambda mark: mark[1] * 2 + r"\${", text)
+    )

@@ -39,7 +39,7 @@ def experiment_on(exp: Experiment, host: HostConfig) -> Experiment:
     """The experiment with the paths of a host."""
     if host.root:
         hardware = exp.hardware
-        exp = _with_paths(exp, lambda path: path_on(hardware, host, path))
+        exp = with_texts(exp, lambda path: path_on(hardware, host, path))
         exp = dataclasses.replace(exp, hardware=hardware)
     data, model = exp.data, exp.model
     if host.data:
@@ -50,18 +50,18 @@ def experiment_on(exp: Experiment, host: HostConfig) -> Experiment:
     return dataclasses.replace(exp, data=data, model=model)
 
 
-def _with_paths(value: Any, change: Callable[[str], str]) -> Any:
+def with_texts(value: Any, change: Callable[[str], str]) -> Any:
     """``value`` with every text in it changed."""
     if isinstance(value, str):
         return change(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
-        parts = {name: _with_paths(getattr(value, name), change) for name in names}
+        parts = {name: with_texts(getattr(value, name), change) for name in names}
         return dataclasses.replace(value, **parts)
     if isinstance(value, list):
-        return [_with_paths(item, change) for item in value]
+        return [with_texts(item, change) for item in value]
     if isinstance(value, dict):
-        return {key: _with_paths(item, change) for key, item in value.items()}
+        return {key: with_texts(item, change) for key, item in value.items()}
     return value
 
 
