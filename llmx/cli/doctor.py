@@ -308,10 +308,6 @@ def by_value(values: Mapping[str, str]) -> str:
     return "; ".join(f"{value} on {', '.join(names)}" for value, names in groups.items())
 
 
-def _names(hosts: Mapping[str, Any]) -> str:
-    return ", ".join(hosts) if len(hosts) <= 4 else f"{len(hosts)} hosts"
-
-
 def _facts(report: Report) -> dict[str, dict[str, str]]:
     """Label -> host -> value."""
     from llmx import text as human
@@ -344,9 +340,10 @@ def _facts(report: Report) -> dict[str, dict[str, str]]:
         name = min(sizes, key=lambda n: sizes[n])
         return f"at least {human.size(sizes[name])} ({name})"
 
+    names = ", ".join(report.facts) if len(report.facts) <= 4 else f"{len(report.facts)} hosts"
     verb = "answers" if len(report.facts) == 1 else "answer"
     facts = {
-        "ssh": dict.fromkeys(report.facts, f"{_names(report.facts)} {verb}"),
+        "ssh": dict.fromkeys(report.facts, f"{names} {verb}"),
         "Python": rows(lambda f: f["python"]),
         "torch": rows(lambda f: f["packages"]["torch"]),
         "DeepSpeed": rows(lambda f: f["packages"]["deepspeed"]),

@@ -130,7 +130,9 @@ def _sweep(words: Words) -> int:
     typed = checked(words)
     directory = str(Path(words.config_dir).expanduser().absolute()) if words.config_dir else None
     for word in typed:
-        if _detaches(word):  # each trial would be refused, in a directory of the sweep
+        key, _, value = word.lstrip("+~").partition("=")
+        is_true = value.strip("'\"").lower() in ("true", "yes", "on", "1")
+        if key == "launch.detach" and is_true:  # each trial would be refused, in its directory
             raise ConfigError(
                 f"{word}: is for a single run, and a sweep waits for its trials. Leave it out, and "
                 "start the sweep in tmux or with nohup."
@@ -158,11 +160,6 @@ def _sweep(words: Words) -> int:
             "hydra.sweep.dir=DIR, or LLMX_OUTPUTS=DIR for all runs."
         ) from error
     return 0
-
-
-def _detaches(word: str) -> bool:
-    key, _, value = word.lstrip("+~").partition("=")
-    return key == "launch.detach" and value.strip("'\"").lower() in ("true", "yes", "on", "1")
 
 
 def _continued(words: Sequence[str], config_dir: str | None) -> list[str]:

@@ -49,14 +49,17 @@ def compared(words: Words) -> list[str]:
 
 def compare(words: Words, names: Sequence[str], *, stream: TextIO) -> int:
     """Plan the same experiment on each cluster; writes no run directory."""
+    from llmx.lifecycle.knowledge import informed
+    from llmx.lifecycle.preflight import check_inputs
     from llmx.observe.report.cluster_table import print_clusters
 
     shared = [word for word in words.overrides if not word.startswith(f"{HARDWARE}=")]
     plans: list[tuple[str, Composed | str]] = []
     for name in dict.fromkeys(names):
         try:
-            overrides = (*shared, f"{HARDWARE}={name}")
-            plans.append((name, planned(words.but(overrides=overrides))))
+            on_cluster = composed_line(words.but(overrides=(*shared, f"{HARDWARE}={name}")))
+            check_inputs(on_cluster)
+            plans.append((name, informed(on_cluster, variants=True, choose=True)))
         except LlmxError as error:
             plans.append((name, str(error)))
     refused = [f"{HARDWARE}={name}: {plan}" for name, plan in plans if isinstance(plan, str)]
@@ -66,16 +69,6 @@ def compare(words: Words, names: Sequence[str], *, stream: TextIO) -> int:
         raise ConfigError(texts[0] if len(texts) == 1 else "\n".join(refused))
     print_clusters(plans, stream=stream)
     return 0
-
-
-def planned(words: Words) -> Composed:
-    """The experiment of a command line, composed and planned as ``plan`` does; writes nothing."""
-    from llmx.lifecycle.knowledge import informed
-    from llmx.lifecycle.preflight import check_inputs
-
-    composed = composed_line(words)
-    check_inputs(composed)
-    return informed(composed, variants=True, choose=True)
 
 
 def composed_line(words: Words) -> Composed:

@@ -26,7 +26,7 @@ from llmx.config.groups import (
     key_problem,
     lookup,
     no_such_option,
-    option_names,
+    options,
     shown,
 )
 from llmx.config.yaml_files import WHOLE
@@ -111,13 +111,13 @@ def check_overrides(
         if not key.startswith("hydra") and not word.startswith(SET):
             word = word.lstrip("+")  # nothing can be added that is not there
         try:
-            options = _check(word, override, multirun=multirun, directories=directories)
+            chosen = _check(word, override, multirun=multirun, directories=directories)
         except ConfigError as error:
             problems.append(str(error))
             continue
-        if options == [None]:
+        if chosen == [None]:
             continue
-        choices += [(key, name) for name in options]
+        choices += [(key, name) for name in chosen]
         # Of a key that is given twice the last counts, as in Hydra; here also of a group.
         place = (key, "-" if override.is_delete() else "")
         accepted.pop(place, None)
@@ -233,7 +233,7 @@ def _check(word: str, override: Any, *, multirun: bool, directories: Sequence[Pa
     if key in GROUPS or key in _NESTED:
         return _check_group(word, override, directories)
     if "/" in key or any((directory / key).is_dir() for directory in directories):
-        if not option_names(key, directories):
+        if not options(key, directories):
             groups = [*GROUPS, *_NESTED]
             raise ConfigError(
                 f"{shown(key)}: no such group.{did_you_mean(key[:100], groups)} Groups: "
@@ -293,7 +293,7 @@ def _check_group(word: str, override: Any, directories: Sequence[Path]) -> list[
         raise ConfigError(f"{shown(word)}: write ~{group} to leave the group out.")
     values = [override.value()]
     if override.is_sweep_override():
-        values = [_plain(value) for value in _sweep_values(override)]
+        values = [getattr(value, "text", value) for value in _sweep_values(override)]  # of quotes
     for value in values:
         if value is None and group in OPTIONAL_GROUPS:
             if len(values) > 1:
@@ -305,7 +305,7 @@ def _check_group(word: str, override: Any, directories: Sequence[Path]) -> list[
         if isinstance(value, list | dict):
             if group == "data":
                 raise ConfigError(f"{shown(word)}: data takes one option. {_MIXTURE}")
-            names = option_names(group, directories)
+            names = sorted(options(group, directories))
             raise ConfigError(
                 f"{shown(word)}: {group} takes one option: {group}={names[0]}. Options of "
                 f"{group}: {', '.join(names)}."
@@ -353,12 +353,6 @@ def _sweep_values(override: Any) -> list[Any]:
         raise ConfigError(
             f"{shown(override.input_line or '')}: cannot be read. Write the values: a,b,c."
         ) from error
-
-
-def _plain(value: Any) -> Any:
-    """The text of a quoted value."""
-    text = getattr(value, "text", None)
-    return value if text is None else text
 
 
 def _check_sweep(overrides: Sequence[Any]) -> None:

@@ -157,12 +157,8 @@ def _defaults(
     """The choices of a defaults list; ConfigError for one that does not exist."""
     is_list = isinstance(node, yaml.SequenceNode)
     for entry in node.value if is_list else [node]:
-        place, chosen, override, names = (
-            f"{path}, line {entry.start_mark.line + 1}",
-            "",
-            "",
-            [entry],
-        )
+        place, names = f"{path}, line {entry.start_mark.line + 1}", [entry]
+        chosen = override = ""
         if is_list and isinstance(entry, yaml.ScalarNode):
             if entry.value == "_self_":
                 continue

@@ -63,16 +63,11 @@ def find_option(group: str, name: str, directories: Sequence[Path] = ()) -> Path
     return None
 
 
-def option_names(group: str, directories: Sequence[Path] = ()) -> list[str]:
-    """The options of a group by name, the user's own with them."""
-    return sorted(options(group, directories))
-
-
 def no_such_option(group: str, name: str, directories: Sequence[Path] = ()) -> str:
     """The message for an option that a group does not have."""
     if group in ("model", "data") and Path(name).exists():
         return f"{group}={shown(name)}: is a path, not an option. Write {group}.path={shown(name)}."
-    names = option_names(group, directories)
+    names = sorted(options(group, directories))
     # zero=4 is read as zero=stage4.
     typed = f"stage{name}" if group == "zero" and name.isdecimal() else name
     near = did_you_mean(typed[:100], names)
@@ -145,8 +140,7 @@ def lookup(key: str) -> tuple[Any, str]:
             hint = typing.get_args(hint)[1]
         elif typing.get_origin(hint) is list:
             if not part.isdecimal():
-                problem = f"{shown(key)}: {before} is a list. Set it whole: {before}=[...]."
-                return Any, problem
+                return Any, f"{shown(key)}: {before} is a list. Set it whole: {before}=[...]."
             hint = typing.get_args(hint)[0]
         else:
             rule = f"{before} is one value, without keys of its own"

@@ -56,9 +56,9 @@ for _reads_or_writes in (_Loader, _Dumper):
     )
 
 
-def dump_yaml(values: Any, *, width: int = 100) -> str:
+def dump_yaml(values: Any) -> str:
     """The text of a YAML file, its keys in their order."""
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width)
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def read_yaml(path: Path) -> yaml.Node | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from llmx.cli.words import OPTIONS
 from llmx.config import known_keys
-from llmx.config.groups import GROUPS, option_names
+from llmx.config.groups import GROUPS, options
 from llmx.config.model_rules import FLAGS, FLOATS, KEYS, SIZES
 from tests.fuzz.after import make_after
 
@@ -128,7 +128,7 @@ def override(rng: random.Random) -> str:
         return rng.choice(CHEAP)
     if draw < 0.35:
         group = rng.choice([*GROUPS, "zero_stage"])
-        option = rng.choice(option_names("zero" if group == "zero_stage" else group))
+        option = rng.choice(sorted(options("zero" if group == "zero_stage" else group)))
         return f"{group}={mutate(rng, option) if rng.random() < 0.3 else option}"
     sign = rng.choice(["", "", "", "", "", "", "+", "++", "~"])
     name = key(rng)
