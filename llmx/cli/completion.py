@@ -156,9 +156,7 @@ def _names(word: str) -> Iterator[Candidate]:
 
     head = word.rpartition(".")[0]
     if not head:
-        from llmx.cli.help import GROUP_LINES
-
-        yield from (Candidate(f"{group}=", GROUP_LINES[group]) for group in GROUPS)
+        yield from (Candidate(f"{group}=", line) for group, line in GROUPS.items())
         for alias, group in ALIASES.items():
             yield Candidate(f"{alias}=", f"the same as {group}=")
     if word:

@@ -24,14 +24,12 @@ from llmx.text import printable
 
 def run(exp: Experiment, own_words: Mapping[str, str]) -> int:
     """Prepare, print a table of each split and a preview; returns the exit code."""
-    if of_file := sorted(set(own_words) & set(data_out.WORDS)):
-        if others := sorted(set(own_words) - set(data_out.WORDS)):
-            raise ConfigError(
-                f"{others[0]} shows prepared data, and {of_file[0]} prepares none. Set one of them."
-            )
-        if offline := stay_offline_if_unreachable(exp.model, os.environ):
-            print(offline, flush=True)
-        return data_out.run(exp, own_words)
+    of_file = sorted(set(own_words) & set(data_out.WORDS))
+    others = sorted(set(own_words) - set(data_out.WORDS))
+    if of_file and others:
+        raise ConfigError(
+            f"{others[0]} shows prepared data, and {of_file[0]} prepares none. Set one of them."
+        )
     splits = ["train", "eval"] if exp.data.has_eval else ["train"]
     chosen = own_words.get("split")
     if chosen == "eval" and not exp.data.has_eval:
@@ -42,6 +40,8 @@ def run(exp: Experiment, own_words: Mapping[str, str]) -> int:
     preview = int(own_words.get("preview", "0"))
     if offline := stay_offline_if_unreachable(exp.model, os.environ):
         print(offline, flush=True)
+    if of_file:
+        return data_out.run(exp, own_words)
     tokenizer = tokenizer_of(exp)
     stores = {}
     for split in [chosen] if chosen else splits:

@@ -69,21 +69,6 @@ Exit codes (help exit-codes): 0 went well, 1 the run did not end well, 2 config 
 3 data, 4 launch or host, 5 checkpoint, 130 Ctrl-C.
 """
 
-GROUP_LINES = {
-    "experiment": "a complete recipe; experiment=null for none",
-    "model": "the network, pretrained or from scratch",
-    "adapter": "adapters on frozen weights (adapter=lora)",
-    "data": "the training data",
-    "task": "the training objective and length",
-    "zero": "how DeepSpeed shards and offloads (zero_stage= is the same; zero=3 is zero=stage3)",
-    "hardware": "hosts and devices",
-    "optim": "optimizer and schedule",
-    "batch": "global batch, micro batch, accumulation",
-    "checkpoint": "when checkpoints are saved and which are kept",
-    "launch": "how ranks are started on the hosts",
-    "tracking": "where metrics are sent",
-}
-
 ENVIRONMENT = {
     "Set by you": {
         "LLMX_OUTPUTS": "Directory of run directories; default: outputs in the current directory. "
@@ -167,8 +152,8 @@ def help_text() -> str:
         "Commands",
     ]
     lines += [f"  {name:<12}{command.line}" for name, command in COMMANDS.items()]
-    for group in GROUPS:
-        lines += ["", f"{group}: {GROUP_LINES[group]}"]
+    for group, line in GROUPS.items():
+        lines += ["", f"{group}: {line}"]
         lines += _rows([*options(group).items()], width=HELP_WIDTH)
     sweeps = sorted(SWEEPS.glob("*.yaml"))
     lines += ["", "sweeps: python -m llmx sweep NAME"]
@@ -259,9 +244,7 @@ def _word_rows(words: Sequence[Word]) -> list[str]:
 
 def section_help(name: str, config_dirs: Sequence[Path] = ()) -> str:
     """A group's options, and all keys under it."""
-    about = GROUP_LINES.get(name)
-    doc = sections().get(name, "")
-    lines = [f"{name}: {about or doc}"]
+    lines = [f"{name}: {GROUPS.get(name) or sections().get(name, '')}"]
     if name in GROUPS:
         lines += ["", f"Options: {name}=NAME"]
         lines += _rows(list(options(name, config_dirs).items()))
@@ -318,7 +301,7 @@ def markdown() -> str:
     for name in dict.fromkeys([*GROUPS, *sections()]):
         prefix = _prefix(name)
         of_section = [key for key in keys() if key.name.rpartition(".")[0] == prefix]
-        about = (GROUP_LINES.get(name) or sections()[name]).rstrip(".")
+        about = (GROUPS.get(name) or sections()[name]).rstrip(".")
         lines += ["", f"## {name}", "", f"{about[:1].upper()}{about[1:]}.", ""]
         if name in GROUPS:
             lines += ["| option | what it is, when to use it |", "|---|---|"]

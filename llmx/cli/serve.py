@@ -154,11 +154,7 @@ def _fewest(gpus: Sequence[Gpu], weight_bytes: int, *, heads: int | None) -> int
     if not gpus:
         return 1
     least = min(gpu.memory_gib for gpu in gpus) * 2**30 * WEIGHTS_SHARE
-    counts = [
-        n
-        for n in range(1, len(gpus) + 1)
-        if heads is None or heads % n == 0
-    ]  # fmt: skip
+    counts = [n for n in range(1, len(gpus) + 1) if heads is None or heads % n == 0]
     return next((n for n in counts if weight_bytes <= n * least), counts[-1])
 
 

@@ -77,9 +77,7 @@ def _answer(model: ModelConfig) -> tuple[dict[str, Any], str | None]:
         if commit is None or model.trust_remote_code:
             return {}, None
         fingerprint = commit
-    request = {
-        "path": str(model.path), "revision": model.revision, "config": model.config,
-    }  # fmt: skip
+    request = {"path": str(model.path), "revision": model.revision, "config": model.config}
     return _asked(json.dumps(request, sort_keys=True), fingerprint), fingerprint
 
 

@@ -18,10 +18,21 @@ from llmx.config.foreign import NAMES
 from llmx.config.schema import Experiment
 from llmx.errors import closest, did_you_mean
 
-GROUPS = (
-    "experiment", "model", "adapter", "data", "task", "zero", "hardware", "optim", "batch",
-    "checkpoint", "launch", "tracking",
-)  # fmt: skip
+GROUPS = {
+    "experiment": "a complete recipe; experiment=null for none",
+    "model": "the network, pretrained or from scratch",
+    "adapter": "adapters on frozen weights (adapter=lora)",
+    "data": "the training data",
+    "task": "the training objective and length",
+    "zero": "how DeepSpeed shards and offloads (zero_stage= is the same; zero=3 is zero=stage3)",
+    "hardware": "hosts and devices",
+    "optim": "optimizer and schedule",
+    "batch": "global batch, micro batch, accumulation",
+    "checkpoint": "when checkpoints are saved and which are kept",
+    "launch": "how ranks are started on the hosts",
+    "tracking": "where metrics are sent",
+}
+"""Group -> what it is, in one line."""
 
 ALIASES = {"zero_stage": "zero"}
 """Other spellings of a group, accepted wherever an override is written."""

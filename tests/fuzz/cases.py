@@ -112,7 +112,7 @@ def key(rng: random.Random) -> str:
     inner = ["data.columns.text", "data.label_names.0", "data.sources.0.path", "zero.extra.a",
              "zero.extra.zero_optimization.x", "hardware.hosts.0.slots"]  # fmt: skip
     kinds = [
-        rng.choice(known_keys()), rng.choice(GROUPS), f"model.config.{rng.choice(MODEL_KEYS)}",
+        rng.choice(known_keys()), rng.choice([*GROUPS]), f"model.config.{rng.choice(MODEL_KEYS)}",
         f"{rng.choice(['launch', 'hardware'])}.env.{rng.choice(ENV)}",
         f"hardware.devices.{rng.choice(['a100_80g', 'mine'])}.{rng.choice(DEVICE)}",
         rng.choice(inner), rng.choice(HYDRA),
