@@ -75,27 +75,19 @@ def _candidates(before: list[str], current: str) -> Iterator[Candidate]:
     if flag is not None:
         yield from _values_of(flag, current, arguments)
         return
+    name, equal, value = current.partition("=")
+    if word := next((word for word in flags if equal and word.name.rstrip("=") == name), None):
+        for candidate in _values_of(word, value, arguments):
+            yield Candidate(f"{name}={candidate.value}", candidate.line)
+        return
     if current.startswith("-"):
-        option, equal, value = current.partition("=")
-        if equal:
-            for word in flags:
-                if word.name == option:
-                    for candidate in _values_of(word, value, arguments):
-                        yield Candidate(f"{option}={candidate.value}", candidate.line)
-            return
         yield from (Candidate(w.name, w.line) for w in flags if w.name.startswith("-"))
         return
     if not before:
         yield from (Candidate(name, command.line) for name, command in COMMANDS.items())
     bare = [word for word in typed if "=" not in word or Path(word).is_dir()]
     yield from _arguments(command, len(bare), current)
-    for word in command.words:
-        if word.name.endswith("=") and current.startswith(word.name):
-            for candidate in _values_of(word, current[len(word.name) :], arguments):
-                yield Candidate(f"{word.name}{candidate.value}", candidate.line)
-            return
-        if word.name.endswith("="):
-            yield Candidate(word.name, word.line)
+    yield from (Candidate(w.name, w.line) for w in command.words if w.name.endswith("="))
     if command.overrides and (bare or not command.arguments):
         yield from _overrides(current, directories)
 
