@@ -150,7 +150,7 @@ def run(options: argparse.Namespace) -> int:
     limit = getattr(models.main.config.get_text_config(), "max_position_embeddings", None)
     if problem := length_problem(exp.data.seq_len, limit, "the model"):
         raise ConfigError(problem)
-    values = measure(task, models, store, tokenizer, batch=options.batch)
+    values = measure(task, models, store, batch=options.batch)
     rows: list[dict[str, str]] = []
     if options.generate:
         rows = complete(task, models, stop_ids(models.main.module, tokenizer))
@@ -293,7 +293,7 @@ def _as_model(name: str, spec: Any, network: Any) -> Any:
     )
 
 
-def measure(task: Any, models: Any, store: Any, tokenizer: Any, *, batch: int) -> dict[str, float]:
+def measure(task: Any, models: Any, store: Any, *, batch: int) -> dict[str, float]:
     """The loss, what follows from it, and the task's metrics, over all samples."""
     import torch
 

@@ -252,7 +252,7 @@ def test_an_exported_classifier_is_measured_by_itself(tmp_path: Path) -> None:
     assert task.see_model(config, store) == []
     assert task.labels == ("so", "good", "bad")
     models = load(Target(tmp_path / "model", None, None, None), exp, task, tokenizer)
-    found = measure(task, models, store, tokenizer, batch=3)
+    found = measure(task, models, store, batch=3)
     assert {"loss", "plain_loss", "accuracy", "macro_f1", "auc"} == set(found)
     config.id2label = {0: "good", 1: "bad"}
     with pytest.raises(DataError, match="labels that were not trained: 'so'"):
