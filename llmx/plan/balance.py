@@ -19,7 +19,7 @@ from typing import Any
 
 from llmx.config.schema import BatchConfig
 from llmx.errors import ConfigError
-from llmx.plan.batch import no_solution, solve_batch
+from llmx.plan.batch import evenly, no_solution, solve_batch
 from llmx.plan.types import BalancePlan, BatchPlan, Plan, RankSpeed
 
 Sizes = tuple[tuple[int, ...], ...]
@@ -81,12 +81,11 @@ def share_out(
         return _by_rank(global_batch, costs, limits)
     step = _MicroStep(costs, limits)
     if accumulation is not None:
-        size, num_larger = divmod(global_batch, accumulation)
-        parts = [size + 1] * num_larger + [size] * (accumulation - num_larger)
+        parts = evenly(global_batch, accumulation)
         if not step.least <= parts[-1] <= parts[0] <= step.most:
             raise ConfigError(
                 f"batch: global_batch={global_batch} in batch.accumulation={accumulation} micro "
-                f"steps is {size} samples a micro step; the {len(limits)} ranks take "
+                f"steps is {parts[-1]} samples a micro step; the {len(limits)} ranks take "
                 f"{step.least} to {step.most}. Leave accumulation out; it is computed."
             )
     else:
@@ -129,17 +128,16 @@ def with_exchange(computing_fs: int, exchange_fs: int, *, overlap: bool) -> int:
     return max(computing_fs + exchange_fs // NOT_HIDDEN, exchange_fs)
 
 
-def _cut(global_batch: int, step: _MicroStep, cost: int | None, overlap: bool) -> list[int]:
+def _cut(global_batch: int, step: _MicroStep, cost: int | None, overlap: bool) -> Sequence[int]:
     """Samples of each micro step, with the least time of all; largest first."""
     smallest, largest = step.least, min(step.most, global_batch)
     if global_batch < smallest:
         raise _impossible(global_batch, step.least, step.most)
     if largest > EXACT_SAMPLES:
-        count = -(-global_batch // largest)
-        size, num_larger = divmod(global_batch, count)
-        if size < smallest:
+        parts = evenly(global_batch, -(-global_batch // largest))
+        if parts[-1] < smallest:
             raise _impossible(global_batch, step.least, step.most)
-        return [size + 1] * num_larger + [size] * (count - num_larger)
+        return parts
     times = [step.time(samples) for samples in range(smallest, largest + 1)]
 
     def fastest() -> int:
@@ -213,12 +211,9 @@ def _by_rank(total: int, costs: Sequence[tuple[int, int]], limits: Sequence[int]
         counts[rank] -= 1
         if counts[rank] > 1:
             heapq.heappush(latest, (-time(rank), -rank))
-    sizes = []
-    for count, limit in zip(counts, limits, strict=True):
-        steps = -(-count // limit)
-        size, num_larger = divmod(count, steps)
-        sizes.append((size + 1,) * num_larger + (size,) * (steps - num_larger))
-    return tuple(sizes)
+    return tuple(
+        evenly(count, -(-count // limit)) for count, limit in zip(counts, limits, strict=True)
+    )
 
 
 def _least(is_enough: Callable[[int], bool], first: int, *, precision: int = 0) -> int:

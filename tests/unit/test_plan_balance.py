@@ -27,7 +27,7 @@ from llmx.plan.balance import (
     share_out,
     step_fs,
 )
-from llmx.plan.batch import apportion, solve_batch
+from llmx.plan.batch import evenly, solve_batch
 from llmx.plan.learned import Observation
 from llmx.plan.types import BalancePlan, BatchPlan, RankSpeed
 from tests.composing import composed, sized, with_networks
@@ -382,9 +382,7 @@ def test_the_smallest_accumulation_that_fits_is_found(target, micro, world) -> N
     expected = None
     for accumulation in range(1, target + 1):
         if target % accumulation == 0:
-            shares = (micro,) * world
-            if micro * world * accumulation != target:
-                shares = apportion(target // accumulation, [1.0] * world)
+            shares = evenly(target // accumulation, world)
             if min(shares) >= 1 and max(shares) <= micro:
                 expected = (accumulation, shares)
                 break
@@ -400,9 +398,9 @@ def test_the_smallest_accumulation_that_fits_is_found(target, micro, world) -> N
         assert plan.tokens_per_step == target * 8
 
 
-@given(st.integers(0, 500), st.lists(st.floats(0.1, 100.0), min_size=1, max_size=9))
-def test_apportion_shares_everything(total, weights) -> None:
-    shares = apportion(total, weights)
-    assert sum(shares) == total
-    for share, weight in zip(shares, weights, strict=True):
-        assert abs(share - total * weight / sum(weights)) < 1.0 + 1e-6
+@given(st.integers(0, 500), st.integers(1, 9))
+def test_even_parts_are_everything(total, count) -> None:
+    parts = evenly(total, count)
+    assert (len(parts), sum(parts)) == (count, total)
+    assert parts[0] - parts[-1] <= 1
+    assert list(parts) == sorted(parts, reverse=True)
