@@ -11,9 +11,8 @@ allocate by ``benchmarks/plan_validation.py`` (docs/development/predictions.md) 
 from __future__ import annotations
 
 import functools
-import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -36,15 +35,8 @@ with fp32 sums of bf16 gradients); it has no setting."""
 MOMENTUM_WIDTH = 4
 NORM_WIDTH = 8
 """Bytes of an element whose norm is computed: gradients are copied to fp64 for it."""
-PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, UPDATE = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "buffers",
-    "update",
-)
-PARTS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, UPDATE)
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "update")
+PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, UPDATE = PARTS
 
 
 @dataclass(frozen=True)
@@ -128,28 +120,10 @@ class Peaks:
         self.at = {name: size + extra.get(name, 0) for name, size in self.parts.items()}
 
 
-class _This:
-    """A trace by identity: it is long, and equal to itself alone as far as a plan is concerned."""
-
-    def __init__(self, trace: StepTrace) -> None:
-        self.trace = trace
-
-    def __hash__(self) -> int:
-        return id(self.trace)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _This) and other.trace is self.trace
-
-
+@functools.lru_cache(maxsize=256)
 def peak_of(trace: StepTrace, rules: StepRules) -> Peaks:
     """The peaks of the rank that needs most: the first, the last and one between them are
     simulated. Cached, since a search for what fits plans the same more than once."""
-    return _peak_of(_This(trace), rules)
-
-
-@functools.lru_cache(maxsize=256)
-def _peak_of(key: _This, rules: StepRules) -> Peaks:
-    trace = key.trace
     ranks = sorted({0, rules.world // 2, rules.world - 1})
     if rules.stage in (0, 3):
         ranks = ranks[:1]
@@ -166,21 +140,21 @@ def _play(trace: StepTrace, rules: StepRules, rank: int) -> Peaks:
             steps.append(_Sharded(trace, rules, first=True))
         return max((step.play() for step in steps), key=lambda peaks: peaks.total)
     if rules.stage == 1 and rules.bf16 and rules.sums == 4 and not rules.offload_optimizer:
-        return _WholeSums(trace, rules).play()
+        return _WholeSums(trace, rules, rank).play()
     return _Partitioned(trace, rules, rank).play()
 
 
 @functools.lru_cache(maxsize=64)
-def _of_gradients(key: _This) -> tuple[tuple[Event, ...], int]:
+def _of_gradients(trace: StepTrace) -> tuple[tuple[Event, ...], int]:
     """The gradients of a trace, each with the highest peak since the one before; and that after the
     last one."""
     gradients, peak = [], 0
-    for event in key.trace.events:
+    for event in trace.events:
         peak = max(peak, event.peak)
         if event.kind == GRADIENT:
             gradients.append(Event(GRADIENT, event.index, peak, event.live))
             peak = event.live
-    return tuple(gradients), max(peak, key.trace.last_peak)
+    return tuple(gradients), max(peak, trace.last_peak)
 
 
 class _Engine:
@@ -192,6 +166,8 @@ class _Engine:
         self.groups: dict[int, list[int]] = {}
         for index in self.trained:
             self.groups.setdefault(trace.parameters[index].group, []).append(index)
+        self.largest = max(map(self.numel, self.trained), default=0)
+        """Elements of the largest parameter that is trained."""
 
     def numel(self, index: int) -> int:
         return self.trace.parameters[index].numel
@@ -205,11 +181,16 @@ class _Engine:
         )
 
     def total(self, indices: Iterable[int]) -> int:
-        return sum(self.numel(index) for index in indices)
+        return sum(map(self.numel, indices))
+
+    def add_parameters(self) -> None:
+        """Count the whole network from now on."""
+        num_parameters = self.total(range(len(self.trace.parameters)))
+        self.peaks.add(PARAMETERS, self.rules.width * num_parameters + self.trace.buffers)
 
     def events(self) -> tuple[Sequence[Event], int]:
         """Events at which a gradient is handled, and the peak after the last of them."""
-        return _of_gradients(_This(self.trace))
+        return _of_gradients(self.trace)
 
     def run_micro_step(self) -> None:
         """The last one of a step."""
@@ -238,10 +219,9 @@ class _Unsharded(_Engine):
 
     def play(self) -> Peaks:
         rules, peaks = self.rules, self.peaks
-        num_parameters = self.total(range(len(self.trace.parameters)))
         trained = self.total(self.trained)
         master = 4 if rules.width < 4 else 0
-        peaks.add(PARAMETERS, rules.width * num_parameters + self.trace.buffers)
+        self.add_parameters()
         states = self.states({index: self.numel(index) for index in self.trained})
         peaks.add(OPTIMIZER, master * trained + states)
         self.summed = rules.accumulation > 1
@@ -272,43 +252,6 @@ class _Unsharded(_Engine):
             self.peaks.add(GRADIENTS, self.rules.width * self.numel(index))
 
 
-class _WholeSums(_Engine):
-    """Stage 1 in bf16 with fp32 sums over micro steps (bf16_optimizer.py): each rank has all sums,
-    beside the gradients."""
-
-    def play(self) -> Peaks:
-        rules, peaks = self.rules, self.peaks
-        num_parameters = self.total(range(len(self.trace.parameters)))
-        peaks.add(PARAMETERS, rules.width * num_parameters + self.trace.buffers)
-        flat, states = [], {}
-        for _, indices in sorted(self.groups.items()):
-            padded = self.total(indices) + padding(self.total(indices), rules.world)
-            size = padded // rules.world
-            peaks.add_once("initialisation", PARAMETERS, rules.width * padded)
-            peaks.add(PARAMETERS, rules.width * (padded - self.total(indices)))
-            peaks.add_once("initialisation", OPTIMIZER, (rules.width + 4) * size)
-            peaks.add(OPTIMIZER, 4 * size)
-            peaks.add(GRADIENTS, 4 * padded)
-            flat.append(padded)
-            states[indices[0]] = size
-        peaks.add(OPTIMIZER, self.states(states))
-        if rules.accumulation > 1:  # those of the micro step before, zeroed
-            peaks.add(GRADIENTS, rules.width * self.total(self.trained))
-        self.run_micro_step()
-        largest = max((self.numel(index) for index in self.trained), default=0)
-        peaks.add_once("sum", GRADIENTS, 4 * largest)  # _update_hp_grad
-        if rules.world > 1:
-            peaks.add_once("all-reduce", BUFFERS, _all_reduced(flat, rules.sent or rules.width))
-        largest = max(flat, default=0) // rules.world
-        peaks.add_once("update", UPDATE, rules.temporary_width * largest)
-        peaks.drop(GRADIENTS, rules.width * self.total(self.trained))
-        return peaks
-
-    def gradient(self, index: int) -> None:
-        if self.rules.accumulation == 1:
-            self.peaks.add(GRADIENTS, self.rules.width * self.numel(index))
-
-
 class _Partitioned(_Engine):
     """Simulates stages 1 and 2 (stage_1_and_2.py)."""
 
@@ -320,7 +263,7 @@ class _Partitioned(_Engine):
         self.slices: dict[int, list[tuple[int, int]]] = {}
         """Parameter -> (partition, elements), in order."""
         step = ALIGNMENT * rules.world
-        for group, indices in self.groups.items():
+        for group, indices in sorted(self.groups.items()):
             size = -(-self.total(indices) // step) * step // rules.world
             self.partition[group] = size
             start = 0
@@ -345,12 +288,11 @@ class _Partitioned(_Engine):
     def play(self) -> Peaks:
         rules, peaks = self.rules, self.peaks
         self._initialise()
-        boundary_only = rules.stage == 1
-        summed_apart = rules.stage == 2 and not self.compact and not rules.offload_optimizer
-        summed_apart = summed_apart and rules.accumulation > 1
+        boundary_only, several = rules.stage == 1, rules.accumulation > 1
+        summed_apart = several and not (boundary_only or self.compact or rules.offload_optimizer)
         buffer_width = 4 if self.compact and rules.stage == 1 else rules.width
         bucket = buffer_width * rules.reduce_bucket * (2 if rules.overlap else 1)
-        if rules.accumulation > 1:
+        if several:
             if boundary_only:  # all gradients, whole
                 width = 4 if self.compact else rules.width
                 for index in self.trained:
@@ -363,12 +305,12 @@ class _Partitioned(_Engine):
         # setup_buckets: at the first gradient; at stage 1 that of the first micro step.
         any_gradient = any(event.kind == GRADIENT for event in self.trace.events)
         self._bucket_bytes = bucket if any_gradient else 0
-        self._bucket_there = boundary_only and rules.accumulation > 1
+        self._bucket_there = boundary_only and several
         if self._bucket_there:
             peaks.add(BUFFERS, self._bucket_bytes)
         self.run_micro_step()
         if boundary_only and not rules.overlap:
-            for group in sorted(self.groups):
+            for group in self.partition:
                 for index in self.groups[group]:
                     self._put(index)
         self._reduce()
@@ -381,16 +323,15 @@ class _Partitioned(_Engine):
         self._update()
         return peaks
 
-    def _initialise(self) -> None:
+    def _initialise(self, *, sums: int = 0) -> None:
+        """``sums``: bytes of the sums that each rank has of a whole gradient, by element."""
         rules, peaks = self.rules, self.peaks
-        num_parameters = self.total(range(len(self.trace.parameters)))
-        peaks.add(PARAMETERS, rules.width * num_parameters + self.trace.buffers)
-        for group, indices in sorted(self.groups.items()):
-            padded = self.partition[group] * rules.world
+        self.add_parameters()
+        for group, size in self.partition.items():
+            padded = size * rules.world
             # Flattened beside the parameters, which then are views of it.
             peaks.add_once("initialisation", PARAMETERS, rules.width * padded)
-            peaks.add(PARAMETERS, rules.width * (padded - self.total(indices)))
-            size = self.partition[group]
+            peaks.add(PARAMETERS, rules.width * (padded - self.total(self.groups[group])))
             if rules.width < 4:  # clone().to(fp32)
                 peaks.add_once("initialisation", OPTIMIZER, (rules.width + 4) * size)
             if rules.offload_optimizer:
@@ -398,11 +339,11 @@ class _Partitioned(_Engine):
                 peaks.host += (4 + 4 + rules.width) * size
             else:
                 peaks.add(OPTIMIZER, 4 * size)
+            peaks.add(GRADIENTS, sums * padded)
         states = self.states({self.groups[g][0]: size for g, size in self.partition.items()})
         if rules.offload_optimizer:
-            largest = max((self.numel(index) for index in self.trained), default=0)
-            peaks.host += states + rules.width * largest
-            peaks.add(BUFFERS, rules.width * largest)  # temp_grad_buffer_for_gpu_offload
+            peaks.host += states + rules.width * self.largest
+            peaks.add(BUFFERS, rules.width * self.largest)  # temp_grad_buffer_for_gpu_offload
             if rules.accumulation > 1 and not self.compact:
                 peaks.host += rules.width * self.whole_mine  # accumulated_grads_in_cpu
         else:
@@ -478,40 +419,53 @@ class _Partitioned(_Engine):
         if self.taken or (self.rules.offload_optimizer and not self.compact):
             return
         self.taken = True
-        self.peaks.add(GRADIENTS, self._gradient_bytes())
-
-    def _gradient_bytes(self) -> int:
-        if self.compact:
-            return 4 * sum(self.partition.values())
         # grads_in_partition has the dtype of the parameters, and those at its ends whole.
-        return self.rules.width * self.whole_mine
+        whole = self.rules.width * self.whole_mine
+        self.peaks.add(GRADIENTS, 4 * sum(self.partition.values()) if self.compact else whole)
 
     def _update(self) -> None:
         """step: norms in fp64, gradients flattened group by group, the optimizer."""
         rules, peaks = self.rules, self.peaks
-        pieces = [
-            size for parts in self.slices.values() for partition, size in parts
-            if partition == self.rank
-        ]  # fmt: skip
-        offloaded = rules.offload_optimizer
-        if not offloaded:
-            peaks.add_once("norm", UPDATE, NORM_WIDTH * max(pieces, default=0))
-        flat_already = self.compact
-        groups = sorted(self.groups)
-        for group in groups:
-            size = self.partition[group]
-            if offloaded:
-                continue
-            if flat_already:
+        if rules.offload_optimizer:
+            return
+        pieces = (n for parts in self.slices.values() for rank, n in parts if rank == self.rank)
+        peaks.add_once("norm", UPDATE, NORM_WIDTH * max(pieces, default=0))
+        for group, size in self.partition.items():
+            if self.compact:  # flat already
                 peaks.add_once("update", UPDATE, rules.temporary_width * size)
                 peaks.drop(GRADIENTS, 4 * size)
                 continue
             flat = rules.width * size
             peaks.add_once("update", UPDATE, flat + (4 * size if rules.width < 4 else 0))
-            if group == groups[-1]:
+            if group == max(self.partition):
                 # What was gathered is freed with the last view of it.
                 peaks.drop(GRADIENTS, peaks.parts[GRADIENTS])
             peaks.add_once("update", UPDATE, (4 + rules.temporary_width) * size)
+
+
+class _WholeSums(_Partitioned):
+    """Stage 1 in bf16 with fp32 sums over micro steps (bf16_optimizer.py): each rank has all sums,
+    beside the gradients."""
+
+    def play(self) -> Peaks:
+        rules, peaks = self.rules, self.peaks
+        self._initialise(sums=4)
+        gradients = rules.width * self.total(self.trained)
+        if rules.accumulation > 1:  # those of the micro step before, zeroed
+            peaks.add(GRADIENTS, gradients)
+        self.run_micro_step()
+        peaks.add_once("sum", GRADIENTS, 4 * self.largest)  # _update_hp_grad
+        sizes = self.partition.values()
+        if rules.world > 1:
+            flat = [size * rules.world for size in sizes]
+            peaks.add_once("all-reduce", BUFFERS, _all_reduced(flat, rules.sent or rules.width))
+        peaks.add_once("update", UPDATE, rules.temporary_width * max(sizes, default=0))
+        peaks.drop(GRADIENTS, gradients)
+        return peaks
+
+    def gradient(self, index: int) -> None:
+        if self.rules.accumulation == 1:
+            self.peaks.add(GRADIENTS, self.rules.width * self.numel(index))
 
 
 class _Sharded(_Engine):
@@ -669,7 +623,14 @@ class _Coordinator:
         self.fetched_for: dict[int, int] = {}
         self.active: dict[int, int] = {}
         self.in_flight: dict[int, _Gathering] = {}
-        self.next_use = _NextUse(self.order, self.modules, engine.numel)
+        self.before = [0]
+        """Elements of the modules before each step."""
+        self.uses: dict[int, list[int]] = {}
+        """Parameter -> the steps at which a module needs it."""
+        for step, module in enumerate(self.order):
+            for index in set(self.modules[module]):
+                self.uses.setdefault(index, []).append(step)
+            self.before.append(self.before[-1] + engine.total(set(self.modules[module])))
 
     def fetch(self, module: int) -> None:
         rules, needed = self.engine.rules, set(self.modules[module])
@@ -698,21 +659,23 @@ class _Coordinator:
         self.step += 1
 
     def release(self, module: int) -> None:
-        rules = self.engine.rules
         for index in set(self.modules[module]):
             self.active[index] = max(0, self.active.get(index, 0) - 1)
             if index in self.engine.persistent or index not in self.available:
                 continue
-            if self.active[index]:
-                continue
-            if self.engine.first:  # it does not know what is used again
-                self._free(index)
-                continue
-            if self.fetched_for.get(index, -1) > self.step:
-                continue
-            if self.next_use.within(index, self.step, rules.max_reuse_distance):
+            # The first step does not know what is used again.
+            if self.active[index] or (not self.engine.first and self._is_used_soon(index)):
                 continue
             self._free(index)
+
+    def _is_used_soon(self, index: int) -> bool:
+        """Whether it was fetched for a later module, or is needed within ``max_reuse_distance``."""
+        if self.fetched_for.get(index, -1) > self.step:
+            return True
+        later = next((use for use in self.uses.get(index, ()) if use >= self.step), None)
+        start = self.before[min(self.step, len(self.before) - 1)]
+        distance = self.engine.rules.max_reuse_distance
+        return later is not None and self.before[later] - start < distance
 
     def release_all(self) -> None:
         for index in list(self.in_flight):
@@ -764,30 +727,6 @@ class _Gathering:
     arrived: bool = False
 
 
-class _NextUse:
-    """When a parameter is needed again, and how many elements of modules lie between."""
-
-    def __init__(
-        self,
-        order: Sequence[int],
-        modules: Sequence[Sequence[int]],
-        numel: Callable[[int], int],
-    ) -> None:
-        self.before = [0]
-        """Elements of the modules before each step."""
-        self.uses: dict[int, list[int]] = {}
-        for step, module in enumerate(order):
-            for index in set(modules[module]):
-                self.uses.setdefault(index, []).append(step)
-            self.before.append(self.before[-1] + sum(numel(i) for i in set(modules[module])))
-
-    def within(self, index: int, step: int, distance: int) -> bool:
-        """Whether it is used from ``step`` on within so many elements."""
-        later = next((use for use in self.uses.get(index, ()) if use >= step), None)
-        start = self.before[min(step, len(self.before) - 1)]
-        return later is not None and self.before[later] - start < distance
-
-
 def _cut(start: int, numel: int, size: int) -> Iterable[tuple[int, int]]:
     """(partition, elements) of a parameter that lies at ``start``."""
     stop = start + numel
@@ -831,9 +770,3 @@ def _all_reduced(sums: Iterable[int], sent: int) -> int:
             largest = max(largest, ((4 if count > 1 else 0) + width) * elements)
             count = elements = 0
     return largest
-
-
-def padding(numel: int, world: int) -> int:
-    """Elements that stages 1 and 2 pad a group with."""
-    step = ALIGNMENT * world
-    return math.ceil(numel / step) * step - numel

@@ -64,6 +64,8 @@ class StepTrace:
     """The networks of the task by name, also those that compute stored columns before training."""
     reach: str = ""
     """What an adapter reaches of the weights, where it leaves the experts out."""
+    __hash__ = object.__hash__
+    """By identity, for caches: a trace is long."""
 
     @property
     def num_trained(self) -> int:
