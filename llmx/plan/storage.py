@@ -9,8 +9,9 @@ unknown. ``llmx.hardware.compare`` compares it with what a host has.
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import PurePath
 
 from llmx.config.accelerators import ACCELERATORS
@@ -46,27 +47,66 @@ PARAMETERS_IN_RAM = 10**9
 
 def plan_storage(exp: Experiment, plan: Plan) -> StoragePlan:
     """The storage of every host; hosts that take the same stand together."""
-    checkpoint = checkpoint_bytes(exp, plan) if plan.num_parameters else None
-    model = exported_bytes(exp, plan) if plan.num_parameters else None
+    is_known = plan.num_parameters > 0
+    checkpoint = checkpoint_bytes(exp, plan) if is_known else None
+    model = exported_bytes(exp, plan) if is_known else None
     private = exp.launch.sync == "rsync" and len(plan.hosts) > 1
     pinned = PINNED if private else 0
     retained, at_once = checkpoint_counts(exp.checkpoint, plan.total_steps, pinned=pinned)
+    accelerator = ACCELERATORS[plan.accelerator]
+    ram, buffers, files = _offload(exp, plan)
+
+    @functools.cache
+    def storage_of(
+        device: str, slots: int, ram_gib: float | None, *, first: bool, whole: bool
+    ) -> HostStorage:
+        """``first``: the host has rank 0; ``whole``: whole checkpoints lie on its disk."""
+        memory = next((part for part in plan.memory if part.device == device), None)
+        # ``MemoryPlan`` has the RAM of the largest host with these devices.
+        ranks_there = plan.slots_on(device)
+        training = offload = saves = nvme = None
+        if memory is not None:
+            # A CPU rank's device memory is RAM of its host, and so is what it has freed.
+            used_gib = 0.0 if accelerator.is_gpu else memory.total_gib - accelerator.context_gib
+            training = math.ceil(slots * used_gib * GIB)
+            saves = math.ceil(slots * memory.saves_host_gib * GIB / ranks_there)
+            offload = math.ceil(slots * memory.host_gib * GIB / ranks_there)
+        if is_known:
+            nvme = slots * files
+            if ram is not None:
+                offload = slots * ram
+            if offload is not None:
+                offload += slots * buffers
+        pushes = is_known and first and plan.rollout_hosts
+        share = 1.0 if whole else slots / plan.world_size
+        return HostStorage(
+            hosts=(),
+            ranks=slots,
+            processes_bytes=slots * math.ceil(accelerator.process_gib * GIB),
+            loading_bytes=_loading(exp, plan, slots=slots, first=first),
+            training_bytes=training,
+            offload_bytes=offload,
+            saves_bytes=saves,
+            saves_optional=exp.checkpoint.background == "auto",
+            ram_has_bytes=None if ram_gib is None else math.floor(ram_gib * GIB),
+            nvme_bytes=nvme,
+            checkpoint_bytes=None if checkpoint is None else math.ceil(share * checkpoint),
+            model_bytes=model if whole or first else 0,
+            shm_bytes=slots * NCCL_CHANNELS * NCCL_CHANNEL_BYTES
+            if slots > 1 and accelerator.is_gpu
+            else 0,
+            push_bytes=_pushed_bytes(plan) if pushes else 0,
+            download_bytes=download_bytes(exp, plan),
+        )
+
     rams = [host.memory_gib for host in exp.hardware.hosts]
-    kinds: dict[_Kind, HostStorage] = {}
     alike: dict[HostStorage, list[str]] = {}
     for index, host in enumerate(plan.hosts):
+        ram_gib = rams[index] if index < len(rams) else None
         # On disks of their own hosts have what their ranks write; the launching machine collects.
-        holds_whole = not private or host.is_local
-        ram = rams[index] if index < len(rams) else None
-        kind = _Kind(host.device, host.slots, ram, index == 0, holds_whole)
-        if kind not in kinds:
-            share = 1.0 if holds_whole else host.slots / plan.world_size
-            kinds[kind] = replace(
-                _of_host(exp, plan, kind),
-                checkpoint_bytes=None if checkpoint is None else math.ceil(share * checkpoint),
-                model_bytes=model if holds_whole or index == 0 else 0,
-            )
-        alike.setdefault(kinds[kind], []).append(host.name)
+        whole = not private or host.is_local
+        storage = storage_of(host.device, host.slots, ram_gib, first=index == 0, whole=whole)
+        alike.setdefault(storage, []).append(host.name)
     return StoragePlan(
         hosts=tuple(replace(storage, hosts=tuple(names)) for storage, names in alike.items()),
         checkpoint_bytes=checkpoint,
@@ -148,64 +188,7 @@ def _finite(value: float) -> int | None:
 # --- RAM, NVMe, /dev/shm -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """The facts that the storage of a host depends on."""
-
-    device: str
-    slots: int
-    ram_gib: float | None
-    first: bool
-    """It has rank 0."""
-    whole: bool
-    """Whole checkpoints lie on its disk."""
-
-
-def _of_host(exp: Experiment, plan: Plan, host: _Kind) -> HostStorage:
-    """The storage of a host without its disk."""
-    memory = next((part for part in plan.memory if part.device == host.device), None)
-    # ``MemoryPlan`` has the RAM of the largest host with these devices.
-    ranks_there = plan.slots_on(host.device)
-    accelerator = ACCELERATORS[plan.accelerator]
-    training = offload = saves = nvme = None
-    push = 0
-    if memory is not None:
-        # A CPU rank's device memory is RAM of its host, and so is what it has freed.
-        used_gib = 0.0 if accelerator.is_gpu else memory.total_gib - accelerator.context_gib
-        training = math.ceil(host.slots * used_gib * GIB)
-        saves = math.ceil(host.slots * memory.saves_host_gib * GIB / ranks_there)
-        offload = math.ceil(host.slots * memory.host_gib * GIB / ranks_there)
-    if plan.num_parameters:
-        of_rank = _offload(exp, plan)
-        nvme = host.slots * of_rank.files
-        if of_rank.ram is not None:
-            offload = host.slots * of_rank.ram
-        if offload is not None:
-            offload += host.slots * of_rank.buffers
-        if host.first and plan.rollout_hosts:
-            push = _pushed_bytes(plan)
-    return HostStorage(
-        hosts=(),
-        ranks=host.slots,
-        processes_bytes=host.slots * math.ceil(accelerator.process_gib * GIB),
-        loading_bytes=_loading(exp, plan, host),
-        training_bytes=training,
-        offload_bytes=offload,
-        saves_bytes=saves,
-        saves_optional=exp.checkpoint.background == "auto",
-        ram_has_bytes=None if host.ram_gib is None else math.floor(host.ram_gib * GIB),
-        nvme_bytes=nvme,
-        checkpoint_bytes=None,
-        model_bytes=None,
-        shm_bytes=host.slots * NCCL_CHANNELS * NCCL_CHANNEL_BYTES
-        if host.slots > 1 and accelerator.is_gpu
-        else 0,
-        push_bytes=push,
-        download_bytes=download_bytes(exp, plan),
-    )
-
-
-def _loading(exp: Experiment, plan: Plan, host: _Kind) -> int | None:
+def _loading(exp: Experiment, plan: Plan, *, slots: int, first: bool) -> int | None:
     """Bytes beside the weights while they are read or drawn: the largest one, at most in fp32.
     Pages of mapped files do not count, the kernel takes them back."""
     network = plan.network
@@ -213,24 +196,14 @@ def _loading(exp: Experiment, plan: Plan, host: _Kind) -> int | None:
         return None
     largest = 4 * network.hidden_size * max(network.vocab_size, network.intermediate_size)
     if exp.zero.stage >= 3:
-        return largest * host.first  # rank 0 reads and broadcasts
-    return host.slots * largest
+        return largest * first  # rank 0 reads and broadcasts
+    return slots * largest
 
 
-@dataclass(frozen=True)
-class _Offload:
-    """Bytes of one rank's offload."""
-
-    ram: int | None
-    """What stays in RAM where something is on NVMe; None: all of it, as the memory plan has it."""
-    buffers: int
-    """Buffers through which it passes, and what page-locked memory is rounded up by."""
-    files: int
-    """Files below ``zero.nvme_path``."""
-
-
-def _offload(exp: Experiment, plan: Plan) -> _Offload:
-    """The offload of one rank by DeepSpeed 0.19.8's rules: ``swap_tensor/
+def _offload(exp: Experiment, plan: Plan) -> tuple[int | None, int, int]:
+    """Bytes of one rank's offload: what stays in RAM where something is on NVMe (None: all of it,
+    as the memory plan has it); buffers through which it passes, with what page-locked memory is
+    rounded up by; files below ``zero.nvme_path``. By DeepSpeed 0.19.8's rules: ``swap_tensor/
     partitioned_param_swapper.py``, ``optimizer_utils.py``; ``zero/stage3.py:
     _create_param_groups_fp16_flat_cpu_memory``."""
     zero, width = exp.zero, BYTES[plan.precision]
@@ -262,7 +235,7 @@ def _offload(exp: Experiment, plan: Plan) -> _Offload:
     if zero.pin_memory and plan.on_gpus:  # PyTorch allocates it in powers of two
         buffers += sum((1 << max(0, n - 1).bit_length()) - n for n in locked)
     swaps = "nvme" in (zero.offload_param, zero.offload_optimizer)
-    return _Offload(ram if swaps else None, buffers, files)
+    return ram if swaps else None, buffers, files
 
 
 def _pushed_bytes(plan: Plan) -> int:
