@@ -11,7 +11,6 @@ traced micro step. They stand in the order of their predicted time, which
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,6 @@ from llmx.config.fields import AUTO
 from llmx.config.schema import Experiment, ZeroConfig
 from llmx.errors import ConfigError
 from llmx.plan.balance import sample_fs
-from llmx.plan.batch import MAX_GLOBAL_BATCH
 from llmx.plan.by_device import CHECKPOINTING, checkpointing_by_device, in_words
 from llmx.plan.knowledge import Knowledge
 from llmx.plan.make import make_plan
@@ -59,11 +57,6 @@ LARGER_DEVICES = "Take a smaller model, or devices with more memory."
 
 Allows = Callable[[Experiment], str]
 """Why rules refuse an experiment; empty where they do not."""
-
-
-def no_rules(exp: Experiment) -> str:
-    """The ``Allows`` that refuses nothing."""
-    return ""
 
 
 @dataclass(frozen=True)
@@ -164,7 +157,7 @@ def planned(exp: Experiment, name: str, knowledge: Knowledge) -> Choice | None:
     return Choice(name, exp, plan, 1 / tokens_per_s(exp, plan))
 
 
-def choices(exp: Experiment, knowledge: Knowledge, *, allows: Allows = no_rules) -> list[Choice]:
+def choices(exp: Experiment, knowledge: Knowledge, *, allows: Allows) -> list[Choice]:
     """ZeRO stages and offloads x activation checkpointing x micro batches, each planned; the
     fastest first. Without those that were not traced or that the rules refuse, and micro batches
     that no rank can fill."""
@@ -233,13 +226,13 @@ def _plain_zero(zero: ZeroConfig, values: Mapping[str, object]) -> ZeroConfig:
     plain = replace(
         zero, offload_optimizer="none", offload_param="none", hpz_partition_size=1, nvme_path=None
     )
-    return dataclasses.replace(plain, **values)  # type: ignore[arg-type]
+    return replace(plain, **values)  # type: ignore[arg-type]
 
 
 # --- A plan that does not fit --------------------------------------------------------------------
 
 
-def advice(exp: Experiment, plan: Plan, knowledge: Knowledge, *, allows: Allows = no_rules) -> str:
+def advice(exp: Experiment, plan: Plan, knowledge: Knowledge, *, allows: Allows) -> str:
     """Say what to change where the plan does not fit: of each ZeRO option the fastest that fits
     with at most the micro batch that was asked for, each planned; with the overrides to type. Empty
     where it fits."""
@@ -248,18 +241,18 @@ def advice(exp: Experiment, plan: Plan, knowledge: Knowledge, *, allows: Allows 
     candidates = choices(exp, knowledge, allows=allows)
     if not candidates:  # not even the plan itself can be planned again
         return LARGER_DEVICES
-    if texts := _that_fit(exp, candidates):
-        return f"These fit by the plan, the fastest first: {'; '.join(texts)}."
+    if text := _that_fit(exp, candidates):
+        return text
     least = min(candidates, key=lambda choice: choice.most_gib)
     offload = ", with offload" if any("offload" in choice.zero for choice in candidates) else ""
     return (
         f"No ZeRO stage{offload}, activation checkpointing and micro batch fits. "
-        f"{least_text(least)} {next_steps(least, knowledge, allows)}"
+        f"{_next_steps(least, knowledge, allows)}"
     )
 
 
-def _that_fit(exp: Experiment, candidates: Sequence[Choice]) -> list[str]:
-    """Describe the fastest choice that fits of each ZeRO option, at most three."""
+def _that_fit(exp: Experiment, candidates: Sequence[Choice]) -> str:
+    """Name the fastest choice that fits of each ZeRO option, at most three; empty without one."""
     cost_of_plan = next((choice.cost for choice in candidates if choice.chosen), None)
     fastest: dict[str, Choice] = {}
     for choice in candidates:
@@ -270,37 +263,30 @@ def _that_fit(exp: Experiment, candidates: Sequence[Choice]) -> list[str]:
         time = f", about {choice.cost / cost_of_plan - 1:+.0%} time" if cost_of_plan else ""
         words = " ".join(choice.overrides(exp))
         texts.append(f"{words} ({human.gib(choice.most_gib)} GiB{time})")
-    return texts
+    return f"These fit by the plan, the fastest first: {'; '.join(texts)}." if texts else ""
 
 
-def least_text(least: Choice) -> str:
-    """Describe the memory of the choice that needs least."""
-    part = least.fullest
-    words = " ".join(least.words.values())
-    ram = lacks_ram(least.plan)
-    return (
-        f"The least memory has {words}: {human.gib(part.total_gib)} GiB on {part.device}, which "
-        f"has {human.gib(part.capacity_gib)}{f'; and {ram}' if ram else ''}."
+def _next_steps(least: Choice, knowledge: Knowledge, allows: Allows) -> str:
+    """Describe the memory of the choice that needs least, and say which settings, hardware or
+    training would make it fit, each planned."""
+    exp, part, ram = least.experiment, least.fullest, lacks_ram(least.plan)
+    text = (
+        f"The least memory has {' '.join(least.words.values())}: {human.gib(part.total_gib)} GiB "
+        f"on {part.device}, which has {human.gib(part.capacity_gib)}{f'; and {ram}' if ram else ''}"
     )
-
-
-def next_steps(least: Choice, knowledge: Knowledge, allows: Allows = no_rules) -> str:
-    """Say which hardware or training would make the choice fit that needs least memory, each
-    planned."""
-    exp, plan = least.experiment, least.plan
-    if texts := _that_fit(exp, choices(exp, knowledge, allows=allows)):
-        return f"These fit by the plan, the fastest first: {'; '.join(texts)}."
-    steps = []
-    larger = _on_more_hosts(exp, plan, knowledge, allows)
+    if fitting := _that_fit(exp, choices(exp, knowledge, allows=allows)):
+        return f"{text}. {fitting}"
+    larger = _on_more_hosts(exp, least.plan, knowledge, allows)
+    hardware = LARGER_DEVICES
     if larger is not None:
-        hosts = len(larger.experiment.hardware.hosts)
-        steps.append(f"{hosts} such hosts instead of {len(plan.hosts)} (zero={larger.zero})")
-    texts = [f"These fit by the plan: {'; '.join(steps)}; or devices with more memory."]
-    if not steps:
-        texts = [LARGER_DEVICES]
+        hardware = (
+            f"These fit by the plan: {len(larger.plan.hosts)} such hosts instead of "
+            f"{len(least.plan.hosts)} (zero={larger.zero}); or devices with more memory."
+        )
+    lora = ""
     if exp.adapter.kind == "none" and not exp.model.freeze and exp.model.init == "pretrained":
-        texts.append("adapter=lora trains little, and takes less (it was not planned).")
-    return " ".join(texts)
+        lora = " adapter=lora trains little, and takes less (it was not planned)."
+    return f"{text}. {hardware}{lora}"
 
 
 def _on_more_hosts(
@@ -386,21 +372,18 @@ def plain_variants(exp: Experiment) -> Iterator[Experiment]:
 
 def zero_options(zero: ZeroConfig) -> dict[str, ZeroConfig]:
     """The options that ``zero=auto`` stands for; a value that is set beside it stays."""
+    offloads = {
+        key: value
+        for key in ("offload_optimizer", "offload_param")
+        if (value := getattr(zero, key)) != "none"
+    }
     options = {}
     for name, values in OPTIONS.items():
-        settings = {"offload_optimizer": "none", "offload_param": "none", **values}
-        offloads = {
-            key: value
-            for key in ("offload_optimizer", "offload_param")
-            if (value := getattr(zero, key)) != "none"
-        }
-        if offloads:
-            if settings["stage"] == 0 or ("offload_param" in offloads and settings["stage"] != 3):
-                continue
-            if "offload" in name:
-                continue
-            settings |= offloads
-        options[name] = dataclasses.replace(zero, **settings)  # type: ignore[arg-type]
+        stage = values["stage"]
+        cannot_offload = stage == 0 or ("offload_param" in offloads and stage != 3)
+        if not (offloads and (cannot_offload or "offload" in name)):
+            settings = {"offload_optimizer": "none", "offload_param": "none", **values, **offloads}
+            options[name] = replace(zero, **settings)  # type: ignore[arg-type]
     return options
 
 
@@ -408,7 +391,7 @@ def choose(
     exp: Experiment,
     knowledge: Knowledge,
     *,
-    allows: Allows = no_rules,
+    allows: Allows,
     without: Sequence[Experiment] = (),
 ) -> tuple[Experiment, ChosenPlan]:
     """The experiment with plain values in the place of ``auto``, and why: the fastest that fits;
@@ -433,34 +416,22 @@ def choose(
     if CHECKPOINTING_KEY in keys:
         checkpointing = [*CHECKPOINTING]
     sizes = micro_batches(plain, plan) if MICRO_BATCH in keys else [exp.batch.micro_batch]
-    candidates: list[Choice] = []
-    runs: set[object] = set()
+    different: dict[object, Choice] = {}
     for choice in _all(exp, knowledge, zeros, checkpointing, sizes, all_sizes=False):
-        batch = choice.plan.batch
-        if batch.global_batch > MAX_GLOBAL_BATCH or choice.experiment in without:
-            continue
-        run = (
-            choice.zero,
-            choice.checkpointing,
-            batch.micro_batches,
-            batch.sizes,
-            batch.accumulation,
-        )
-        if run not in runs:
-            runs.add(run)
-            candidates.append(choice)
+        if choice.experiment not in without:
+            different.setdefault((choice.zero, choice.checkpointing, choice.plan.batch), choice)
     refused = _by_setting(allows)
-    ordered = _in_order([choice for choice in candidates if not refused(choice)])
-    if candidates and not ordered:
-        raise ConfigError(refused(candidates[0]))
+    ordered = _in_order([choice for choice in different.values() if not refused(choice)])
+    if different and not ordered:
+        raise ConfigError(refused(next(iter(different.values()))))
     if not ordered:
         raise ConfigError(f"{_typed(keys)}: no combination can be planned. Set values.")
     fitting = [choice for choice in ordered if choice.fits]
     if not fitting:
-        least = min(ordered, key=lambda choice: (choice.most_gib, choice.cost))
+        least = min(ordered, key=lambda choice: choice.most_gib)
         problem = (
             f"{_typed(keys)}: nothing fits, of {len(ordered)} that were planned. "
-            f"{least_text(least)} {next_steps(least, knowledge, allows)}"
+            f"{_next_steps(least, knowledge, allows)}"
         )
         words = _words(least, keys)
         return least.experiment, ChosenPlan(keys, words, "needs the least memory", problem)
