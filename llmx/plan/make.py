@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -39,7 +40,6 @@ from llmx.plan.step_time import (
     step_time,
 )
 from llmx.plan.storage import plan_storage
-from llmx.plan.trace import StepTrace, Traces
 from llmx.plan.types import (
     USABLE,
     BalancePlan,
@@ -132,17 +132,12 @@ def make_plan(exp: Experiment, knowledge: Knowledge = NO_KNOWLEDGE) -> Plan:
     )
 
 
-def _trace_on(exp: Experiment, plan: Plan, traces: Traces, device: str) -> StepTrace | None:
-    """The trace of the largest micro step of the ranks on a type of device."""
-    size, checkpointing = plan.micro_batch_on(device), checkpointing_on(exp, device)
-    return traces.get(plan.attention_on(device), checkpointing, size)
-
-
 def _memory(exp: Experiment, plan: Plan, knowledge: Knowledge) -> tuple[MemoryPlan, ...]:
     """The memory of each type of device; empty where the traces do not cover all."""
     memory = []
     for name in plan.devices:
-        trace = _trace_on(exp, plan, knowledge.traces, name)
+        setting, size = checkpointing_on(exp, name), plan.micro_batch_on(name)
+        trace = knowledge.traces.get(plan.attention_on(name), setting, size)
         if trace is None:
             return ()
         context_gib = knowledge.contexts_gib.get(name)
@@ -381,11 +376,7 @@ def _limit(micro_batch: int, fits: Callable[[int], bool]) -> int:
     warns of it."""
     if fits(micro_batch) or not fits(1):
         return micro_batch
-    low, high = 1, micro_batch
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, micro_batch), True, key=lambda size: not fits(size))
 
 
 def _of_beside(exp: Experiment, plan: Plan) -> Iterator[str]:
@@ -423,18 +414,22 @@ def choose_precision(
     ``hosts_by_device``: device type -> names of the hosts that have it.
     Raises ConfigError when ``precision`` is not supported by one of them; names the hosts.
     """
+    used = [devices[name] for name in hosts_by_device]
+    on_gpus = all(ACCELERATORS[device.accelerator].is_gpu for device in used)
+    best = "fp32"
+    if on_gpus:
+        common = (p for p in ("bf16", "fp16") if all(p in device.precisions for device in used))
+        best = next(common, "fp32")
     if precision != "auto":
         for name, hosts in hosts_by_device.items():
             supported = devices[name].precisions
             if precision not in supported:
-                common = _best(hosts_by_device, devices)
                 raise ConfigError(
                     f"precision={precision}: {name} ({', '.join(hosts)}) computes "
-                    f"{', '.join(supported)} only. Use precision={common} or precision=auto."
+                    f"{', '.join(supported)} only. Use precision={best} or precision=auto."
                 )
         return precision, "set by precision="
-    best = _best(hosts_by_device, devices)
-    if not all(ACCELERATORS[devices[name].accelerator].is_gpu for name in hosts_by_device):
+    if not on_gpus:
         return best, "CPU ranks compute fp32 fastest and exactly"
     if best == "fp32":
         lacking = _without(("bf16", "fp16"), hosts_by_device, devices)
@@ -482,13 +477,3 @@ def choose_grad_accum(zero: ZeroConfig, precision: str, *, accumulation: int) ->
             f"fp32 or in the run's precision. Set zero.grad_accum_dtype=fp32 or =auto."
         )
     return dtype
-
-
-def _best(hosts_by_device: Mapping[str, list[str]], devices: Mapping[str, DeviceConfig]) -> str:
-    used = [devices[name] for name in hosts_by_device]
-    if not all(ACCELERATORS[device.accelerator].is_gpu for device in used):
-        return "fp32"
-    for precision in ("bf16", "fp16"):
-        if all(precision in device.precisions for device in used):
-            return precision
-    return "fp32"
