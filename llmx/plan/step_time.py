@@ -352,10 +352,7 @@ class _Prediction:
         tflops = self.learned.tflops.get(name) or self._peak(device) * products
         if not tflops:
             return None
-        if not device.memory_gb_per_s:
-            assumed = ACCELERATORS[device.accelerator].memory_gb_per_s
-            key = f"hardware.devices.{name}.memory_gb_per_s"
-            self.sources.append(f"{name}: {assumed:g} GB/s to its memory (assumed: {key})")
+        self._gb_per_s(name, "memory_gb_per_s", to="its memory")
         layer_s = LAYER_S / 3 if ACCELERATORS[device.accelerator].is_gpu else 0.0
         return SamplerSpeed(tflops * 1e12, self._memory_speed(device), layer_s)
 
@@ -544,28 +541,31 @@ class _Prediction:
     def _seconds(self, exchange: _Sent) -> float:
         speeds = []
         if exchange.link in ("all", "inside"):
-            speeds += [self._link(host.device) for host in self.plan.hosts if host.slots > 1]
+            devices = [host.device for host in self.plan.hosts if host.slots > 1]
+            to = "the others of its host"
+            speeds += [self._gb_per_s(name, "link_gb_per_s", to=to) for name in devices]
         if exchange.link in ("all", "between") and len(self.plan.hosts) > 1:
             speeds.append(self._network())
         return exchange.size / (min(speeds) * GB * LINK_REACHED) if speeds else 0.0
 
-    def _configured(self, speed: float | None, key: str, assumed: float, text: str) -> float:
-        """A speed of the config; where it has none an assumed one, which the plan names."""
-        if speed:
-            return speed
-        self.sources.append(f"{text} (assumed: {key})")
-        return assumed
-
-    def _link(self, name: str) -> float:
-        device, key = self.devices[name], f"hardware.devices.{name}.link_gb_per_s"
-        assumed = ACCELERATORS[device.accelerator].link_gb_per_s
-        text = f"{name}: {assumed:g} GB/s to the others of its host"
-        return self._configured(device.link_gb_per_s, key, assumed, text)
+    def _gb_per_s(self, name: str, key: str, *, to: str) -> float:
+        """A speed of a type of device; where it has none an assumed one, which the plan names."""
+        device = self.exp.hardware.devices[name]
+        speed: float = getattr(device, key)
+        if not speed:
+            speed = getattr(ACCELERATORS[device.accelerator], key)
+            self.sources.append(
+                f"{name}: {speed:g} GB/s to {to} (assumed: hardware.devices.{name}.{key})"
+            )
+        return speed
 
     def _network(self) -> float:
-        gbit, key = self.exp.hardware.network_gbit_per_s, "hardware.network_gbit_per_s"
-        text = f"network: {NETWORK_GBIT_PER_S:g} Gbit/s by host"
-        return self._configured(gbit, key, NETWORK_GBIT_PER_S, text) / 8
+        """GB/s of the network of a host."""
+        gbit_per_s = self.exp.hardware.network_gbit_per_s
+        if not gbit_per_s:
+            gbit_per_s, key = NETWORK_GBIT_PER_S, "hardware.network_gbit_per_s"
+            self.sources.append(f"network: {gbit_per_s:g} Gbit/s by host (assumed: {key})")
+        return gbit_per_s / 8
 
     def _exposed(
         self, sent: list[_Sent], seconds: list[float], computed: float, flops: TokenFlops
@@ -634,14 +634,8 @@ class _Prediction:
                 read += self.width * self.elements / plan.world_size * (2 * micro_steps + 1)
             seconds += read * slots / (NVME_GB_PER_S * GB)
             self.sources.append(f"NVMe: {NVME_GB_PER_S:g} GB/s by host (assumed)")
-        links = []
-        for name, device in self.devices.items():
-            key = f"hardware.devices.{name}.host_link_gb_per_s"
-            assumed = ACCELERATORS[device.accelerator].host_link_gb_per_s
-            text = f"{name}: {assumed:g} GB/s to host memory"
-            speed = self._configured(device.host_link_gb_per_s, key, assumed, text)
-            links.append(speed * GB * LINK_REACHED)
-        return seconds + copied / min(links)
+        links = [self._gb_per_s(n, "host_link_gb_per_s", to="host memory") for n in self.devices]
+        return seconds + copied / (min(links) * GB * LINK_REACHED)
 
     # What follows.
 
