@@ -172,11 +172,14 @@ def has_module(name: str) -> bool:
 
 def compute_capabilities() -> list[float]:
     """The compute capability of each GPU by the driver's own program; empty without it."""
-    if count_gpus() is None:
-        return []
-    words = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    lines = output_of(words, timeout_s=30).split("\n")
+    lines = nvidia_smi("--query-gpu=compute_cap").split("\n")
     return [float(line) for line in lines if re.fullmatch(r"\s*[0-9]+\.[0-9]+\s*", line)]
+
+
+def nvidia_smi(query: str) -> str:
+    """What the driver's own program answers, as CSV; empty without GPUs, and where it fails."""
+    words = ["nvidia-smi", "--format=csv,noheader,nounits", query]
+    return "" if count_gpus() is None else output_of(words, timeout_s=30)
 
 
 def output_of(words: list[str], *, timeout_s: float) -> str:
@@ -238,14 +241,9 @@ def has_libaio() -> bool:
         source = os.path.join(directory, "aio.cpp")  # noqa: PTH118
         with open(source, "w") as stream:  # noqa: PTH123
             stream.write("#include <libaio.h>\nint main() { return io_submit(0, 0, nullptr); }\n")
-        words = [compiler, source, *flags, "-laio", "-o", os.path.join(directory, "aio")]  # noqa: PTH118
-        try:
-            done = subprocess.run(
-                words, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
-            )
-        except (OSError, subprocess.SubprocessError):
-            return False
-    return done.returncode == 0
+        program = os.path.join(directory, "aio")  # noqa: PTH118
+        output_of([compiler, source, *flags, "-laio", "-o", program], timeout_s=60)
+        return os.path.exists(program)  # noqa: PTH110
 
 
 def directory_facts(path: str) -> dict[str, Any]:
@@ -328,12 +326,8 @@ def count_gpus(root: str = "/") -> int | None:
 
 def gpu_processes() -> list[dict[str, Any]]:
     """Processes that use memory of a GPU, by the driver: GPU, MiB, pid, user and command."""
-    if count_gpus() is None:
-        return []
-    query = ["nvidia-smi", "--format=csv,noheader,nounits"]
-    gpus = output_of([*query, "--query-gpu=uuid,index"], timeout_s=30)
-    apps = output_of([*query, "--query-compute-apps=gpu_uuid,pid,used_memory"], timeout_s=30)
-    index_of = dict(re.findall(r"(\S+), *(\d+)", gpus))
+    apps = nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory")
+    index_of = dict(re.findall(r"(\S+), *(\d+)", nvidia_smi("--query-gpu=uuid,index")))
     return [
         {
             "gpu": index_of.get(uuid, "0"),
@@ -348,12 +342,9 @@ def gpu_processes() -> list[dict[str, Any]]:
 
 def gpu_states() -> list[dict[str, Any]]:
     """The state of each GPU by the driver (``parse_gpu_states``); empty without one."""
-    if count_gpus() is None:
-        return []
     for reasons in ("clocks_throttle_reasons", "clocks_event_reasons"):  # renamed with driver 535
         fields = ",".join(GPU_STATE.values()).replace("REASONS", reasons)
-        words = ["nvidia-smi", "--format=csv,noheader,nounits", f"--query-gpu={fields}"]
-        if states := parse_gpu_states(output_of(words, timeout_s=30)):
+        if states := parse_gpu_states(nvidia_smi(f"--query-gpu={fields}")):
             return states
     return []
 

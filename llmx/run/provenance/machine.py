@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import subprocess
 from collections.abc import Mapping
-from importlib import util
 from pathlib import Path
 from typing import Any
 
 import llmx
-from llmx.hardware.survey import cpu_model, gpu_names, nvidia_driver, version
+from llmx.hardware.survey import cpu_model, gpu_names, nvidia_driver, toolkit_of_torch, version
 from llmx.run.provenance.differences import NUMERIC_PACKAGES
 
 PACKAGES = (*NUMERIC_PACKAGES, "hydra-core", "omegaconf", "wandb")
@@ -33,9 +31,10 @@ _OTHER = (
 
 def machine_facts() -> dict[str, Any]:
     """Driver, CUDA of torch, NCCL by package, names of the GPUs, and CPU of this machine."""
+    cuda, rocm = toolkit_of_torch("cuda"), toolkit_of_torch("hip")
     return {
         "nvidia_driver": nvidia_driver(),
-        "cuda": torch_cuda(),
+        "cuda": f"ROCm {rocm}" if rocm and not cuda else cuda,
         "nccl": {name: installed for name in NCCL_PACKAGES if (installed := version(name))},
         "gpus": gpu_names(),
         "cpu": cpu_model(),
@@ -45,22 +44,6 @@ def machine_facts() -> dict[str, Any]:
 def packages() -> dict[str, str | None]:
     """Name -> installed version, null where it is not installed."""
     return {name: version(name) for name in PACKAGES}
-
-
-def torch_cuda() -> str | None:
-    """The CUDA (or ROCm) of the installed torch, from its ``version.py``; None for a CPU build."""
-    spec = util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    for name in ("cuda", "hip"):
-        match = re.search(rf"^{name}\b[^=]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-        if match:
-            return match.group(1) if name == "cuda" else f"ROCm {match.group(1)}"
-    return None
 
 
 def numeric_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -82,14 +65,9 @@ _DIFF = (
 """As ``git apply`` reads it, whatever the user's own configuration says."""
 
 
-def package_dir() -> Path:
-    """The directory of the package ``llmx`` that is running."""
-    return Path(llmx.__file__).resolve().parent
-
-
 def code_files(package: Path | None = None) -> dict[str, str]:
-    """``llmx/...py`` -> a hash of its bytes, of every Python file of the package."""
-    package = package or package_dir()
+    """``llmx/...py`` -> a hash of its bytes, of every Python file of the running package."""
+    package = package or Path(llmx.__file__).resolve().parent
     return {
         f"llmx/{path.relative_to(package).as_posix()}": hashlib.blake2b(
             path.read_bytes(), digest_size=8
