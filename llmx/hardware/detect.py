@@ -146,8 +146,12 @@ def usable_gpus(environ: Mapping[str, str] = os.environ) -> list[Gpu]:
     return [] if hides_all else visible_gpus(detect_gpus(), visible)
 
 
-def match_device(gpu: Gpu, devices: dict[str, DeviceConfig]) -> tuple[str, DeviceConfig]:
-    """The catalogue's entry for a GPU, else one made from what the driver says of it."""
+def match_device(gpu: Gpu | None, devices: Mapping[str, DeviceConfig]) -> tuple[str, DeviceConfig]:
+    """The catalogue's entry for a GPU, else one made from what the driver says of it. None: CPUs,
+    which compute in every precision where the hardware file does not describe them."""
+    if gpu is None:
+        cpu = DeviceConfig(accelerator="cpu", precisions=["fp32", "bf16", "fp16"])
+        return "cpu", devices.get("cpu", cpu)
     words = gpu.name.lower().replace("-", " ").split()
     joined = "".join(words)
     for name, device in devices.items():
@@ -166,11 +170,6 @@ def match_device(gpu: Gpu, devices: dict[str, DeviceConfig]) -> tuple[str, Devic
     return "_".join(words), described
 
 
-def cpu_device() -> DeviceConfig:
-    """The device type of ranks on CPUs, where the hardware file describes none."""
-    return DeviceConfig(accelerator="cpu", precisions=["fp32", "bf16", "fp16"])
-
-
 def detect_hardware(
     hardware: HardwareConfig, *, environ: Mapping[str, str] = os.environ
 ) -> HardwareConfig:
@@ -187,8 +186,6 @@ def detect_hardware(
                 f"hardware=local: the GPUs of this machine differ ({listed}), but the ranks of a "
                 f"host need GPUs of one type. Select them, e.g. export CUDA_VISIBLE_DEVICES={alike}"
             )
-        devices[name] = device
-        host = HostConfig(name="localhost", slots=len(gpus), device=name)
     else:
         rocm = toolkit_of_torch("hip")
         if rocm and count_gpus() and "CUDA_VISIBLE_DEVICES" not in environ:
@@ -197,10 +194,11 @@ def detect_hardware(
                 "Describe the AMD GPUs, e.g. hardware=static 'hardware.hosts=[{name: localhost, "
                 "slots: 8, device: mi300x}]', or export CUDA_VISIBLE_DEVICES= to train on the CPU."
             )
-        devices.setdefault("cpu", cpu_device())
-        host = HostConfig(name="localhost", slots=2, device="cpu")
-    name = hardware.name or "local"
-    return dataclasses.replace(hardware, name=name, hosts=[host], devices=devices)
+        name, device = match_device(None, devices)
+    devices[name] = device
+    host = HostConfig(name="localhost", slots=len(gpus) or 2, device=name)
+    named = hardware.name or "local"
+    return dataclasses.replace(hardware, name=named, hosts=[host], devices=devices)
 
 
 def local_names(hosts: Iterable[HostConfig | HostPlan]) -> frozenset[str]:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmx.config.schema import DeviceConfig, HardwareConfig, HostConfig
+from llmx.config.schema import HardwareConfig, HostConfig
 from llmx.errors import ConfigError
-from llmx.hardware.detect import Gpu, cpu_device, match_device, usable_gpus
+from llmx.hardware.detect import Gpu, match_device, usable_gpus
 
 PLACES = (
     ("RANK", "WORLD_SIZE"),
@@ -98,8 +98,8 @@ def hardware_of_processes(
                     f"rank {rank - 1}. The ranks of a host follow each other: start them in blocks "
                     "(torchrun does; srun --distribution=block, mpirun --map-by slot)."
                 )
-            device, description = _device(fact["gpu"], hardware)
-            devices[device] = description
+            gpu = None if fact["gpu"] is None else Gpu(**fact["gpu"])
+            device, devices[device] = match_device(gpu, hardware.devices)
             hosts.append(HostConfig(name=name, slots=0, device=device))
         host = hosts[-1]
         if fact["local_rank"] != host.slots:
@@ -112,10 +112,3 @@ def hardware_of_processes(
     return dataclasses.replace(
         hardware, kind="static", hosts=hosts, devices=devices, master_addr=environ["MASTER_ADDR"]
     )
-
-
-def _device(gpu: Mapping[str, Any] | None, hardware: HardwareConfig) -> tuple[str, DeviceConfig]:
-    """The device type of a process."""
-    if gpu is not None:
-        return match_device(Gpu(**gpu), hardware.devices)
-    return "cpu", hardware.devices.get("cpu", cpu_device())

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from llmx.config.schema import DeviceConfig, HardwareConfig, HostConfig
 from llmx.errors import ConfigError
-from llmx.hardware.detect import cpu_device, match_device, usable_gpus
+from llmx.hardware.detect import match_device, usable_gpus
 
 COMMAND_S = 30.0
 """Time for the controller to answer."""
@@ -204,16 +204,15 @@ def _device(
     devices = dict(hardware.devices)
     if hardware.device:
         return hardware.device, devices
-    if not any(allocation.gpus.values()):
-        devices.setdefault("cpu", cpu_device())
-        return "cpu", devices
-    gpus = usable_gpus()
-    if socket.gethostname().split(".")[0] not in allocation.nodes or not gpus:
-        raise ConfigError(
-            f"hardware=slurm: job {allocation.job} has GPUs, and this machine cannot tell their "
-            "type. Set hardware.device=NAME (python -m llmx help hardware/devices), or start on "
-            "one of its nodes."
-        )
-    name, device = match_device(gpus[0], devices)
-    devices[name] = device
+    gpu = None
+    if any(allocation.gpus.values()):
+        gpus = usable_gpus()
+        if socket.gethostname().split(".")[0] not in allocation.nodes or not gpus:
+            raise ConfigError(
+                f"hardware=slurm: job {allocation.job} has GPUs, and this machine cannot tell "
+                "their type. Set hardware.device=NAME (python -m llmx help hardware/devices), or "
+                "start on one of its nodes."
+            )
+        gpu = gpus[0]
+    name, devices[name] = match_device(gpu, devices)
     return name, devices
