@@ -106,15 +106,22 @@ def compare_hosts(
     """
     findings = Findings()
     _compare_versions(findings, surveys)
-    codes = {name: str(facts.get("code")) for name, facts in surveys.items()}
-    # With rsync the code comes after the survey.
-    if exp.launch.sync != "rsync" and len(set(codes.values())) > 1:
-        findings.errors.append(
-            f"The code of llmx differs between hosts: {_by_value(codes)}. Install the same version "
-            "on all of them, or set launch.sync=rsync, which copies it."
-        )
+    if exp.launch.sync != "rsync":  # with it the code comes after the survey
+        codes = {name: facts.get("code") for name, facts in surveys.items()}
+        fix = "Install the same version on all of them, or set launch.sync=rsync, which copies it."
+        findings.errors += _differs("The code of llmx", codes, fix)
     if plan.on_gpus:
-        findings.errors += _builds(surveys)
+        findings.errors += cuda_builds.problems(
+            {
+                name: {
+                    "capabilities": facts.get("capabilities"),
+                    "driver": facts.get("driver"),
+                    "torch": facts["packages"].get("torch"),
+                    **_torch(facts),
+                }
+                for name, facts in surveys.items()
+            }
+        )
         findings.errors += _devices(exp.hardware, plan, surveys)
     for name, facts in surveys.items():
         gpus_of_host = (gpus or {}).get(name, ())
@@ -133,34 +140,37 @@ def compare_hosts(
 
 def _compare_versions(findings: Findings, surveys: Mapping[str, dict[str, Any]]) -> None:
     pythons = {name: facts["python"].rsplit(".", 1)[0] for name, facts in surveys.items()}
-    if len(set(pythons.values())) > 1:
-        findings.errors.append(
-            f"Python differs between hosts: {_by_value(pythons)}. Install one version."
-        )
-    packages = sorted({package for facts in surveys.values() for package in facts["packages"]})
-    for package in packages:
+    findings.errors += _differs("Python", pythons, "Install one version.")
+    has_gpus = any(facts["gpus"] for facts in surveys.values())
+    for package in sorted({package for facts in surveys.values() for package in facts["packages"]}):
         versions = {name: facts["packages"].get(package) for name, facts in surveys.items()}
-        if len(set(versions.values())) > 1:
-            fix = "Install the same version on all hosts (pip install -c constraints.txt ...)."
-            if package == "torch" and any(facts["gpus"] for facts in surveys.values()):
-                fix = cuda_builds.advice(
-                    *cuda_builds.requirements(surveys.values()),
-                    torch=max(map(str, filter(None, versions.values()))),
-                )
-            line = f"{package} differs between hosts: {_by_value(versions)}. {fix}"
-            if package in ("torch", "deepspeed"):
-                findings.errors.append(line)
-            else:
-                findings.warnings.append(line)
+        fix = "Install the same version on all hosts (pip install -c constraints.txt ...)."
+        if package == "torch" and has_gpus and any(versions.values()):
+            newest = max(filter(None, versions.values()))
+            fix = cuda_builds.advice(*cuda_builds.requirements(surveys.values()), torch=newest)
+        is_grave = package in ("torch", "deepspeed")
+        sentences = findings.errors if is_grave else findings.warnings
+        sentences += _differs(package, versions, fix)
     # What torch has loaded counts; the names of packages only where it could not be asked.
     loaded_by_torch = {name: _torch(facts).get("nccl") for name, facts in surveys.items()}
     installed = {name: ", ".join(facts["nccl"]) or "none" for name, facts in surveys.items()}
-    nccl = loaded_by_torch if all(loaded_by_torch.values()) else installed
-    if len(set(nccl.values())) > 1:
-        findings.errors.append(
-            f"NCCL differs between hosts: {_by_value(nccl)}. Ranks with different NCCL fail at the "
-            "first collective; install the same torch everywhere."
-        )
+    findings.errors += _differs(
+        "NCCL",
+        loaded_by_torch if all(loaded_by_torch.values()) else installed,
+        "Ranks with different NCCL fail at the first collective; install the same torch "
+        "everywhere.",
+    )
+
+
+def _differs(what: str, values: Mapping[str, Any], fix: str) -> Iterator[str]:
+    """A sentence where hosts differ: ``torch differs between hosts: 2.13.0 on a, b; 2.9.1 on c``.
+    ``values``: by host."""
+    groups: dict[str, list[str]] = {}
+    for name, value in values.items():
+        groups.setdefault(str(value), []).append(name)
+    if len(groups) > 1:
+        listed = "; ".join(f"{value} on {', '.join(names)}" for value, names in groups.items())
+        yield f"{what} differs between hosts: {listed}. {fix}"
 
 
 def _torch(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,21 +187,6 @@ def _torch_again(facts: Mapping[str, Any]) -> str:
     return (
         f'pip install --force-reinstall "torch=={public}+{build}" '
         f"--index-url {cuda_builds.INDEX}{build}"
-    )
-
-
-def _builds(surveys: Mapping[str, dict[str, Any]]) -> list[str]:
-    """GPUs and drivers that the installed torch does not run on."""
-    return cuda_builds.problems(
-        {
-            name: {
-                "capabilities": facts.get("capabilities"),
-                "driver": facts.get("driver"),
-                "torch": facts["packages"].get("torch"),
-                **_torch(facts),
-            }
-            for name, facts in surveys.items()
-        }
     )
 
 
@@ -394,7 +389,7 @@ def runs_on(name: str, ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _cannot_build(
     extension: Extension, plan: Plan, name: str, facts: Mapping[str, Any]
-) -> list[str]:
+) -> Iterator[str]:
     """Why a host cannot compile what DeepSpeed compiles there, if it cannot."""
     missing = []
     if not facts["compiler"]:
@@ -412,12 +407,11 @@ def _cannot_build(
             same_major = nvcc.split(".")[0] == cuda.split(".")[0]
             instead = "; or set launch.env.DS_SKIP_CUDA_CHECK=1" if same_major else ""
             missing.append(f"the CUDA toolkit {cuda} of torch (nvcc is {nvcc}{instead})")
-    if not missing:
-        return []
-    return [
-        f"{name}: {extension.setting} is an extension that DeepSpeed compiles on each host, and "
-        f"this one lacks {' and '.join(missing)}. Install it, or set {extension.instead}."
-    ]
+    if missing:
+        yield (
+            f"{name}: {extension.setting} is an extension that DeepSpeed compiles on each host, "
+            f"and this one lacks {' and '.join(missing)}. Install it, or set {extension.instead}."
+        )
 
 
 def _skips_cuda_check(facts: Mapping[str, Any]) -> bool:
@@ -429,25 +423,20 @@ def _skips_cuda_check(facts: Mapping[str, Any]) -> bool:
     return bool(facts.get("skips_cuda_check")) and nvcc.split(".")[0] == cuda.split(".")[0]
 
 
-def _nvme(zero: ZeroConfig, plan: Plan, name: str, facts: Mapping[str, Any]) -> list[str]:
-    """The disk that states are offloaded to."""
-    disk = facts.get("nvme")
-    if not disk:
-        return []
-    path = zero.nvme_path
-    if not disk["writable"]:
-        return [
+def _nvme(zero: ZeroConfig, plan: Plan, name: str, facts: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the disk that states are offloaded to."""
+    disk, path, storage = facts.get("nvme"), zero.nvme_path, storage_of(plan, name)
+    need = (storage.nvme_bytes if storage is not None else None) or 0
+    if disk and not disk["writable"]:
+        yield (
             f"{name}: zero.nvme_path={path} is not writable. Set it to a directory of a fast disk "
             "that exists on every host."
-        ]
-    storage = storage_of(plan, name)
-    need = (storage.nvme_bytes if storage is not None else None) or 0
-    if disk["free_bytes"] >= need:
-        return []
-    return [
-        f"{name}: zero.nvme_path={path} has {disk['free_bytes'] / GIB:.0f} GiB free, and the "
-        f"states of its ranks take {need / GIB:.0f} GiB. Free some space, or give another disk."
-    ]
+        )
+    elif disk and disk["free_bytes"] < need:
+        yield (
+            f"{name}: zero.nvme_path={path} has {disk['free_bytes'] / GIB:.0f} GiB free, and the "
+            f"states of its ranks take {need / GIB:.0f} GiB. Free some space, or give another disk."
+        )
 
 
 def storage_of(plan: Plan, name: str) -> HostStorage | None:
@@ -457,27 +446,17 @@ def storage_of(plan: Plan, name: str) -> HostStorage | None:
 
 def _devices(
     hardware: HardwareConfig, plan: Plan, surveys: Mapping[str, dict[str, Any]]
-) -> list[str]:
+) -> Iterator[str]:
     """GPUs that are not those that the hardware file describes."""
-    problems = []
     for host in plan.hosts:
         capabilities = (surveys.get(host.name) or {}).get("capabilities") or []
         described = hardware.devices[host.device].compute_capability
         if described and capabilities and described not in capabilities:
             listed = ", ".join(sorted({f"{capability:g}" for capability in capabilities}))
-            problems.append(
+            yield (
                 f"{host.name}: device={host.device} has compute capability {described:g}, but its "
                 f"GPUs have {listed}. Name the true device in the hardware file."
             )
-    return problems
-
-
-def _by_value(values: Mapping[str, Any]) -> str:
-    """``2.13.0 on a, b; 2.9.1 on c``."""
-    groups: dict[str, list[str]] = {}
-    for name, value in values.items():
-        groups.setdefault(str(value), []).append(name)
-    return "; ".join(f"{value} on {', '.join(names)}" for value, names in groups.items())
 
 
 def disk_problem(
@@ -492,9 +471,9 @@ def disk_problem(
         facts: free bytes and checkpoints of the run on that disk (``survey.space_facts``).
         where: the host and the run directory, for the sentences.
     """
-    sizes = None if storage is None else storage.on(host) or storage
-    if storage is None or sizes is None:
+    if storage is None:
         return "", ""
+    sizes = storage.on(host) or storage
     checkpoint, model = sizes.checkpoint_bytes, sizes.model_bytes
     if checkpoint is None or model is None:
         return "", ""
