@@ -134,17 +134,13 @@ def _files(full: Path, only: tuple[str, ...]) -> Iterable[tuple[str, Path]]:
         names = (
             [path for pattern in only for path in full.glob(pattern)]
             if only
-            else (path for path in full.rglob("*") if not _hidden(path.relative_to(full)))
+            else (path for path in full.rglob("*") if "/." not in f"/{path.relative_to(full)}")
         )
         base, files = full, sorted({path for path in names if path.is_file()})
     else:
         matches = glob.glob(str(full), recursive=True)  # noqa: PTH207 (an absolute pattern)
         base, files = full.parent, sorted(path for path in map(Path, matches) if path.is_file())
     return [(os.path.relpath(path, base), path) for path in files]
-
-
-def _hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
 
 
 def _blocks(file: Path, size: int, *, is_whole: bool, budget: int) -> Iterable[bytes]:
