@@ -102,7 +102,7 @@ class Peaks:
         self.current += num_bytes
         self.most[part] = max(self.most[part], self.parts[part])
         if self.current > self.total:
-            self._note({}, self.moment)
+            self.total, self.at = self.current, dict(self.parts)
 
     def drop(self, part: str, size: float) -> None:
         """Count ``size`` bytes less of a part from now on."""
@@ -111,13 +111,11 @@ class Peaks:
 
     def add_once(self, moment: str, part: str, size: float) -> None:
         """Count ``size`` bytes more of a part for this moment alone."""
-        self.most[part] = max(self.most[part], self.parts[part] + int(size))
-        if self.current + int(size) > self.total:
-            self._note({part: int(size)}, moment)
-
-    def _note(self, extra: dict[str, int], moment: str) -> None:
-        self.total, self.moment = self.current + sum(extra.values()), moment
-        self.at = {name: size + extra.get(name, 0) for name, size in self.parts.items()}
+        before = self.total
+        self.add(part, size)
+        if self.total > before:
+            self.moment = moment
+        self.drop(part, size)
 
 
 @functools.lru_cache(maxsize=256)
@@ -208,7 +206,9 @@ class _Engine:
         peaks.drop(ACTIVATIONS, activations)
 
     def gradient(self, index: int) -> None:
-        raise NotImplementedError
+        """One is there: on its own, or in the place of that of the micro step before."""
+        if self.rules.accumulation == 1:
+            self.peaks.add(GRADIENTS, self.rules.width * self.numel(index))
 
     def module(self, kind: int, index: int) -> None:
         """A module begins or ends; where ``events`` has that."""
@@ -224,8 +224,7 @@ class _Unsharded(_Engine):
         self.add_parameters()
         states = self.states({index: self.numel(index) for index in self.trained})
         peaks.add(OPTIMIZER, master * trained + states)
-        self.summed = rules.accumulation > 1
-        if self.summed:
+        if rules.accumulation > 1:
             peaks.add(GRADIENTS, rules.width * trained)
         self.run_micro_step()
         if rules.world > 1:
@@ -246,10 +245,6 @@ class _Unsharded(_Engine):
         sizes = [self.numel(i) for _, indices in sorted(self.groups.items()) for i in indices]
         at_once = (width * size + last * before for before, size in pairwise([0, *sizes]))
         return max(at_once, default=0)
-
-    def gradient(self, index: int) -> None:
-        if not self.summed:
-            self.peaks.add(GRADIENTS, self.rules.width * self.numel(index))
 
 
 class _Partitioned(_Engine):
@@ -447,6 +442,8 @@ class _WholeSums(_Partitioned):
     """Stage 1 in bf16 with fp32 sums over micro steps (bf16_optimizer.py): each rank has all sums,
     beside the gradients."""
 
+    gradient = _Engine.gradient
+
     def play(self) -> Peaks:
         rules, peaks = self.rules, self.peaks
         self._initialise(sums=4)
@@ -462,10 +459,6 @@ class _WholeSums(_Partitioned):
         peaks.add_once("update", UPDATE, rules.temporary_width * max(sizes, default=0))
         peaks.drop(GRADIENTS, gradients)
         return peaks
-
-    def gradient(self, index: int) -> None:
-        if self.rules.accumulation == 1:
-            self.peaks.add(GRADIENTS, self.rules.width * self.numel(index))
 
 
 class _Sharded(_Engine):
