@@ -52,35 +52,21 @@ def sample_fs(speed: RankSpeed, seq_len: int) -> int:
     return max(1, speed.token_fs * seq_len + speed.square_fs * seq_len * seq_len)
 
 
-def share_out(
-    global_batch: int,
-    *,
-    speeds: Sequence[RankSpeed],
-    limits: Sequence[int],
-    seq_len: int,
-    same_steps: bool,
-    accumulation: int | None = None,
-    micro_step_fs: int | None = None,
-    overlap: bool = False,
-) -> Sizes:
+def share_out(global_batch: int, balance: BalancePlan, *, seq_len: int) -> Sizes:
     """Micro batches of every rank with the least predicted step time, for whole samples.
 
-    Args:
-        limits: the most samples of a micro batch, one a rank.
-        same_steps: all ranks have as many micro steps, and wait for each other in each of them.
-        accumulation: so many micro steps, for all ranks.
-        micro_step_fs: what is exchanged in each of them, where all ranks wait; None: a little, so
-            that there are no more of them than are of use.
-        overlap: that goes on behind computing.
-
-    Raises:
-        ConfigError: it cannot be cut so, with each rank at least one sample in a micro step.
+    Where it is not known what a micro step exchanges, that counts as a little, so that there are no
+    more of them than are of use. ConfigError where the step cannot be cut so, with each rank at
+    least one sample in a micro step.
     """
-    costs = [(speed.fixed_fs, sample_fs(speed, seq_len)) for speed in speeds]
-    if not same_steps and accumulation is None:
+    costs = [(speed.fixed_fs, sample_fs(speed, seq_len)) for speed in balance.speeds]
+    limits, accumulation = balance.limits, balance.accumulation
+    if not balance.same_steps and accumulation is None:
         return _by_rank(global_batch, costs, limits)
     step = _MicroStep(costs, limits)
-    if accumulation is not None:
+    if accumulation is None:
+        parts = _cut(global_batch, step, balance.micro_step_fs, balance.overlap)
+    else:
         parts = evenly(global_batch, accumulation)
         if not step.least <= parts[-1] <= parts[0] <= step.most:
             raise ConfigError(
@@ -88,8 +74,6 @@ def share_out(
                 f"steps is {parts[-1]} samples a micro step; the {len(limits)} ranks take "
                 f"{step.least} to {step.most}. Leave accumulation out; it is computed."
             )
-    else:
-        parts = _cut(global_batch, step, micro_step_fs, overlap)
     shares = {part: step.shares(part) for part in set(parts)}  # most are alike
     return tuple(zip(*(shares[part] for part in parts), strict=True))
 
@@ -239,30 +223,18 @@ def busy_fs(sizes: Sizes, speeds: Sequence[RankSpeed], seq_len: int) -> list[int
     ]
 
 
-def step_fs(
-    sizes: Sizes,
-    speeds: Sequence[RankSpeed],
-    seq_len: int,
-    *,
-    same_steps: bool,
-    micro_step_fs: int = 0,
-    overlap: bool = False,
-) -> int:
-    """Predicted time of a step, without communication.
-
-    ``micro_step_fs``: what ranks exchange in each micro step, where all meet in it; ``overlap``:
-    behind computing.
-    """
-    if not same_steps:
-        return max(busy_fs(sizes, speeds, seq_len))
+def step_fs(sizes: Sizes, balance: BalancePlan, *, seq_len: int) -> int:
+    """Predicted time of a step, with what ranks exchange in each micro step in which all meet."""
+    if not balance.same_steps:
+        return max(busy_fs(sizes, balance.speeds, seq_len))
     return sum(
         with_exchange(
             max(
                 speed.fixed_fs + size * sample_fs(speed, seq_len)
-                for size, speed in zip(together, speeds, strict=True)
+                for size, speed in zip(together, balance.speeds, strict=True)
             ),
-            micro_step_fs,
-            overlap=overlap,
+            balance.micro_step_fs or 0,
+            overlap=balance.overlap,
         )
         for together in zip(*sizes, strict=True)
     )
@@ -281,21 +253,7 @@ def even_batch(plan: Plan) -> BatchPlan | None:
 
 def balanced_batch(global_batch: int, balance: BalancePlan, *, seq_len: int) -> BatchPlan:
     """The batch plan of a balance."""
-    sizes = share_out(
-        global_batch,
-        speeds=balance.speeds,
-        limits=balance.limits,
-        seq_len=seq_len,
-        same_steps=balance.same_steps,
-        accumulation=balance.accumulation,
-        micro_step_fs=balance.micro_step_fs,
-        overlap=balance.overlap,
-    )
-    return batch_of(sizes, seq_len=seq_len)
-
-
-def batch_of(sizes: Sizes, *, seq_len: int) -> BatchPlan:
-    """The batch plan with these micro batches."""
+    sizes = share_out(global_batch, balance, seq_len=seq_len)
     steps = max(len(rank_sizes) for rank_sizes in sizes)
     alike = all(len(rank_sizes) == steps and len(set(rank_sizes)) == 1 for rank_sizes in sizes)
     return BatchPlan(
@@ -341,14 +299,9 @@ def is_of(record: Mapping[str, Any], plan: Plan) -> bool:
 def planned_fs(plan: Plan, speeds: Sequence[RankSpeed]) -> int:
     """Predicted time of a step of a balanced plan, if these are the speeds."""
     assert plan.balance is not None
-    return step_fs(
-        tuple(plan.batch.sizes_of(rank) for rank in range(plan.world_size)),
-        speeds,
-        plan.batch.seq_len,
-        same_steps=plan.balance.same_steps,
-        micro_step_fs=plan.balance.micro_step_fs or 0,
-        overlap=plan.balance.overlap,
-    )
+    sizes = tuple(plan.batch.sizes_of(rank) for rank in range(plan.world_size))
+    balance = replace(plan.balance, speeds=tuple(speeds))
+    return step_fs(sizes, balance, seq_len=plan.batch.seq_len)
 
 
 def evened(plan: Plan, balance: BalancePlan, *, noise: float = 0.0) -> BalancePlan:

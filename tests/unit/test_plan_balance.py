@@ -53,6 +53,10 @@ def parts(total: int, limits: list[int], least: int = 1):
             yield (first, *rest)
 
 
+def balance_of(speeds, limits, *, same_steps: bool, **exchanged) -> BalancePlan:
+    return BalancePlan("spec", tuple(speeds), tuple(limits), same_steps, **exchanged)
+
+
 @settings(max_examples=25)
 @given(
     speeds=st.lists(SPEED, min_size=1, max_size=3),
@@ -66,10 +70,10 @@ def test_no_other_split_is_faster(speeds, limit, total, same_steps, exchange, ov
     """Against all micro batches of all ranks; a further micro step costs half a per cent, or what
     is exchanged in it."""
     limits = [limit] * len(speeds)
-    arguments = {"speeds": speeds, "limits": limits, "seq_len": 2, "same_steps": same_steps}
-    arguments |= {"micro_step_fs": exchange, "overlap": overlap}
+    exchanged = {"micro_step_fs": exchange, "overlap": overlap}
+    balance = balance_of(speeds, limits, same_steps=same_steps, **exchanged)
     try:
-        sizes = share_out(total, **arguments)
+        sizes = share_out(total, balance, seq_len=2)
     except ConfigError:
         assert total < len(speeds) or not any(
             len(speeds) * steps <= total <= limit * len(speeds) * steps
@@ -79,8 +83,7 @@ def test_no_other_split_is_faster(speeds, limit, total, same_steps, exchange, ov
     assert sum(map(sum, sizes)) == total
     assert all(1 <= size <= limit for own in sizes for size in own)
     assert not same_steps or len(set(map(len, sizes))) == 1
-    cost = {"micro_step_fs": exchange or 0, "overlap": overlap and exchange is not None}
-    found = step_fs(sizes, speeds, 2, same_steps=same_steps, **cost)
+    found = step_fs(sizes, balance, seq_len=2)
     if same_steps:
         step = {
             size: min(
@@ -132,9 +135,9 @@ def test_sixteen_hosts_of_four_types_are_planned_at_once() -> None:
 def test_fast_ranks_have_more_micro_steps_where_they_may() -> None:
     speeds = [RankSpeed(0, 10), RankSpeed(0, 40)]
     for same_steps, sizes in ((False, ((4,) * 4, (4,))), (True, ((4,) * 4, (1,) * 4))):
-        found = share_out(20, speeds=speeds, limits=[4, 4], seq_len=8, same_steps=same_steps)
-        assert found == sizes
-        step = step_fs(sizes, speeds, 8, same_steps=same_steps)
+        balance = balance_of(speeds, [4, 4], same_steps=same_steps)
+        assert share_out(20, balance, seq_len=8) == sizes
+        step = step_fs(sizes, balance, seq_len=8)
         assert busy_fs(sizes, speeds, 8) == [step, step]
 
 
@@ -169,9 +172,8 @@ def test_a_large_batch_is_shared_out_at_once(size: int) -> None:
     speeds = [RankSpeed(10**9, 10**7), RankSpeed(10**9, 3 * 10**7), RankSpeed(10**10, 10**8)]
     for same_steps in (True, False):
         with at_most(lines=500_000):
-            sizes = share_out(
-                size, speeds=speeds, limits=[64] * 3, seq_len=8, same_steps=same_steps
-            )
+            balance = balance_of(speeds, [64] * 3, same_steps=same_steps)
+            sizes = share_out(size, balance, seq_len=8)
         assert sum(map(sum, sizes)) == size
     equal = None
     with at_most(lines=10_000), contextlib.suppress(ConfigError):  # divisors, not every number
@@ -180,15 +182,16 @@ def test_a_large_batch_is_shared_out_at_once(size: int) -> None:
 
 
 def test_what_cannot_be_cut_names_what_can() -> None:
-    arguments = {"speeds": [RankSpeed(0, 1)] * 2, "seq_len": 8}
+    four, two = [RankSpeed(0, 1)] * 4, [RankSpeed(0, 1)] * 2
     for same in (False, True):
         with pytest.raises(ConfigError, match="less than the 4 ranks"):
-            share_out(3, speeds=[RankSpeed(0, 1)] * 4, limits=[1] * 4, seq_len=8, same_steps=same)
+            share_out(3, balance_of(four, [1] * 4, same_steps=same), seq_len=8)
     with pytest.raises(ConfigError, match=r"Use batch.global_batch=12 or 14"):
-        share_out(13, limits=[1, 1], same_steps=True, **arguments)
+        share_out(13, balance_of(two, [1, 1], same_steps=True), seq_len=8)
     with pytest.raises(ConfigError, match="Leave accumulation out"):
-        share_out(16, limits=[2, 2], same_steps=True, accumulation=3, **arguments)
-    assert share_out(13, limits=[1, 1], same_steps=False, **arguments) == ((1,) * 7, (1,) * 6)
+        share_out(16, balance_of(two, [2, 2], same_steps=True, accumulation=3), seq_len=8)
+    sizes = share_out(13, balance_of(two, [1, 1], same_steps=False), seq_len=8)
+    assert sizes == ((1,) * 7, (1,) * 6)
 
 
 def test_speeds_are_found_again_from_times_and_have_no_negative_part() -> None:
