@@ -383,7 +383,7 @@ def zero_options(zero: ZeroConfig) -> dict[str, ZeroConfig]:
         cannot_offload = stage == 0 or ("offload_param" in offloads and stage != 3)
         if not (offloads and (cannot_offload or "offload" in name)):
             settings = {"offload_optimizer": "none", "offload_param": "none", **values, **offloads}
-            options[name] = replace(zero, **settings)  # type: ignore[arg-type]
+            options[name] = replace(zero, **settings)
     return options
 
 
