@@ -223,7 +223,7 @@ def _completions(
                 ) from error
             for job, completion in zip(batch, completions, strict=True):
                 text = model.decode(completion.text_tokens).strip()
-                record = {"completion": text, "ended": completion.ended}
+                record: dict[str, Any] = {"completion": text, "ended": completion.ended}
                 if options.json:
                     names = ("tokens", "logps", "sampled_logps")
                     record |= {name: list(getattr(completion, name)) for name in names}
