@@ -36,14 +36,6 @@ PREPARED = "preparation"
 
 
 @dataclass(frozen=True)
-class Damaged:
-    """A checkpoint that is there and cannot be used."""
-
-    step: int
-    reason: str
-
-
-@dataclass(frozen=True)
 class ResumePoint:
     """The step from which the loop runs, and what is known of the steps before."""
 
@@ -57,7 +49,8 @@ class ResumePoint:
     """``state.json``; empty at the beginning of a run."""
     files: tuple[Path, ...] = ()
     """The tensors of the checkpoint that this rank can read."""
-    damaged: tuple[Damaged, ...] = ()
+    damaged: tuple[Assessment, ...] = ()
+    """Newer checkpoints that are there and cannot be used."""
     is_first: bool = True
     """Nothing of this run was logged before."""
     evaluated: frozenset[int] = frozenset()
@@ -113,7 +106,7 @@ def find_resume_point(
     requested = request.get("step")
     rollbacks = [int(step) for step in request.get("went_back") or ()]
     chosen: Assessment | None = None
-    damaged: tuple[Damaged, ...] = ()
+    damaged: tuple[Assessment, ...] = ()
     if requested != 0:
         chosen, damaged = select_checkpoint(
             topology, requested=requested, saved=saved, rollbacks=rollbacks, group=group
@@ -152,7 +145,7 @@ def select_checkpoint(
     saved: set[int],
     rollbacks: Sequence[int] = (),
     group: Any,
-) -> tuple[Assessment | None, tuple[Damaged, ...]]:
+) -> tuple[Assessment | None, tuple[Assessment, ...]]:
     """The newest usable checkpoint, or the one of step ``requested``, and the damaged ones that
     were newer. None where the run starts at step 0. Collective.
 
@@ -167,12 +160,12 @@ def select_checkpoint(
         if not is_abandoned(topology, step, rollbacks)
     ]
     steps = sorted(set(itertools.chain.from_iterable(all_gather(here, group=group))), reverse=True)
-    damaged: list[Damaged] = []
+    damaged: list[Assessment] = []
     for step in [step for step in steps if requested in (None, step)]:
         assessment = assess_step(topology, step, rollbacks=rollbacks, group=group)
         if assessment.usable:
             return assessment, tuple(damaged)
-        damaged.append(Damaged(step, assessment.reason))
+        damaged.append(assessment)
     reasons = "; ".join(f"step {bad.step}: {bad.reason}" for bad in damaged)
     if requested is not None:
         raise CheckpointError(
