@@ -25,7 +25,7 @@ from functools import partial
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,14 +58,6 @@ from llmx.train.engine.build import (
 from llmx.train.engine.process_group import device_of
 
 
-class FrozenModels(NamedTuple):
-    """Networks without gradients and dropout."""
-
-    models: Models
-    sharded: bool
-    """Whether a forward pass is collective: every rank runs equally many then."""
-
-
 @contextlib.contextmanager
 def frozen_models(
     exp: Experiment,
@@ -74,8 +66,9 @@ def frozen_models(
     *,
     tokenizer: Any,
     specs: Mapping[str, ModelSpec],
-) -> Iterator[FrozenModels]:
-    """The networks of ``specs``, which are frozen; freed with the block. Collective."""
+) -> Iterator[Models]:
+    """The networks of ``specs``, without gradients and dropout; freed with the block.
+    Collective."""
     # Without gradients there is nothing to compute again.
     exp = replace(exp, model=replace(exp.model, activation_checkpointing="none"))
     device = device_of(plan)
@@ -84,7 +77,7 @@ def frozen_models(
     networks = {name: model.module for name, model in models.items()}
     combined = NetworksByName(networks, frozen=[*specs])
     engine = None
-    if sharded := ds_config["zero_optimization"]["stage"] == 3:
+    if ds_config["zero_optimization"]["stage"] == 3:
         import deepspeed
 
         gather_experts_together(combined)
@@ -100,7 +93,7 @@ def frozen_models(
     try:
         for name, model in models.items():
             model.connect(ForwardOf(engine, name, model.module) if engine else model.module)
-        yield FrozenModels(models, sharded)
+        yield models
     finally:
         if engine is not None:
             engine.destroy()
@@ -114,13 +107,6 @@ def frozen_models(
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-@contextlib.contextmanager
-def bases_of(engine: Engine, specs: Mapping[str, ModelSpec]) -> Iterator[FrozenModels]:
-    """The trained network of ``engine`` without its adapter, under each name of ``specs``."""
-    models = {name: base_of(engine.main, name=name, spec=spec) for name, spec in specs.items()}
-    yield FrozenModels(Models(models), sharded=engine.stage == 3)
 
 
 GROUP_TOKENS = 4096
@@ -213,22 +199,28 @@ def with_precomputed(
         else:
             missing[split] = precomputed
     if missing:
-        with (
-            frozen_models(exp, plan, ds_config, tokenizer=tokenizer, specs=specs)
-            if engine is None
-            else bases_of(engine, specs)
-        ) as frozen:
+        sharded = ds_config["zero_optimization"]["stage"] == 3
+        shares = (1,) * plan.world_size if sharded else plan.batch.micro_batches
+        with contextlib.ExitStack() as stack:
+            if engine is None:
+                frozen = frozen_models(exp, plan, ds_config, tokenizer=tokenizer, specs=specs)
+                models = stack.enter_context(frozen)
+            else:
+                trained = engine.main
+                models = Models(
+                    {name: base_of(trained, name=name, spec=spec) for name, spec in specs.items()}
+                )
             for split, precomputed in missing.items():
-                title = f"Precomputing {names} ({split})"
                 compute(
                     precomputed,
                     task,
-                    frozen,
-                    plan,
-                    layout(layout_of(frozen.models)),
-                    group,
-                    title,
-                    log,
+                    models,
+                    layout(layout_of(models)),
+                    shares=shares,
+                    collective=sharded,
+                    group=group,
+                    title=f"Precomputing {names} ({split})",
+                    log=log,
                 )
     opened: dict[str, SampleStore | None] = dict(stores)
     for split, precomputed in by_split.items():
@@ -265,17 +257,23 @@ def model_identity(model: ModelConfig, seed: int, run_dir: str, *, cache: Path) 
 def compute(
     precomputed: Precomputed,
     task: Task,
-    frozen: FrozenModels,
-    plan: Plan,
+    models: Models,
     layout: Layout,
+    *,
+    shares: Sequence[int],
+    collective: bool,
     group: Any,
     title: str,
     log: Callable[[str], None],
 ) -> None:
-    """Compute the columns of a store, and publish them on every disk. Collective."""
+    """Compute the columns of a store, and publish them on every disk. Collective.
+
+    Args:
+        shares: of each rank, as numbers of groups.
+        collective: whether a forward pass is (ZeRO-3): every rank runs equally many then.
+    """
     store, rank = precomputed.store, torch.distributed.get_rank()
     size = group_size(layout.seq_len)
-    shares = (1,) * plan.world_size if frozen.sharded else plan.batch.micro_batches
     owners = [rank for rank, share in enumerate(shares) for _ in range(share)]
     total = store.num_sequences
 
@@ -294,10 +292,10 @@ def compute(
         round_began = time.perf_counter()
         samples = range(done, min(len(store), done + num_rounds * size * len(owners)))
         parts = [
-            (indices.start, _values_of(precomputed, task, frozen, layout, indices))
-            for indices in groups_of(rank, samples, size=size, owners=owners, even=frozen.sharded)
+            (indices.start, _values_of(precomputed, task, models, layout, indices))
+            for indices in groups_of(rank, samples, size=size, owners=owners, even=collective)
         ]
-        by_rank: list[Any] | None = [None] * plan.world_size if rank == 0 else None
+        by_rank: list[Any] | None = [None] * len(shares) if rank == 0 else None
         torch.distributed.gather_object(parts, by_rank, group=group)
         if by_rank is not None:
             ordered = [values for _, values in sorted(chain(*by_rank), key=itemgetter(0))]
@@ -350,7 +348,7 @@ def groups_of(
 
 @torch.no_grad()
 def _values_of(
-    precomputed: Precomputed, task: Task, frozen: FrozenModels, layout: Layout, indices: range
+    precomputed: Precomputed, task: Task, models: Models, layout: Layout, indices: range
 ) -> Values:
     """The values of these samples."""
     store = precomputed.store
@@ -360,5 +358,5 @@ def _values_of(
         for per in ("sequence", "example", "target")
     }
     counts = {per: span.stop - span.start for per, span in spans.items()}
-    computed = task.precompute(frozen.models, batch)
+    computed = task.precompute(models, batch)
     return check_values(computed, precomputed.columns, counts, task=task.name)

@@ -646,7 +646,7 @@ def base_of_an_adapter(out: Path) -> Any:
             ) as apart,
             torch.no_grad(),
         ):
-            wanted = apart.models["reference"].log_probabilities(batch).values.clone()
+            wanted = apart["reference"].log_probabilities(batch).values.clone()
         engine.engine.train()
         # At ZeRO-3 the order of its modules is known before those of the adapter are used.
         for _ in range(3):

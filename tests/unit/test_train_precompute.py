@@ -27,7 +27,6 @@ from llmx.tasks import Task
 from llmx.train import precompute
 from llmx.train.batches import Layout
 from llmx.train.precompute import (
-    FrozenModels,
     group_size,
     groups_of,
     model_identity,
@@ -117,15 +116,16 @@ def store_of(disk: Path) -> Any:
 
 def columns_of(exp: Experiment, plan: Any, task: Task, store: Any, log: Any = print) -> Any:
     return with_precomputed(
-        exp, plan, {}, tokenizer=None, task=task, stores={"train": store, "eval": None},
+        exp, plan, {"zero_optimization": {"stage": 0}}, tokenizer=None, task=task,
+        stores={"train": store, "eval": None},
         layout=lambda name: Layout(seq_len=64, pad_id=0, layout=name), group=None, log=log,
     )  # fmt: skip
 
 
 def on_rank(rank: int, root: Path) -> None:
     @contextlib.contextmanager
-    def no_models(*_: Any, **__: Any) -> Iterator[FrozenModels]:
-        yield FrozenModels(Models(), sharded=False)
+    def no_models(*_: Any, **__: Any) -> Iterator[Models]:
+        yield Models()
 
     precompute.frozen_models = no_models
     precompute.GROUP_TOKENS = 128  # two samples a forward
