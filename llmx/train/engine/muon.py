@@ -164,12 +164,9 @@ class Muon(torch.optim.Optimizer):
         self.state_names = lambda name: (MOMENTUM,) if name in shapes else ("exp_avg", "exp_avg_sq")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. Collective once distributed."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient. Collective once distributed. DeepSpeed passes
+        no closure."""
         for group in self.param_groups:
             for tensor in group["params"] if group[MATRICES] else ():
                 if tensor.grad is not None:
@@ -178,7 +175,6 @@ class Muon(torch.optim.Optimizer):
         if self._adamw is not None and adamw_groups:
             self._adamw.param_groups, self._adamw.state = adamw_groups, self.state
             self._adamw.step()
-        return loss
 
     def _update(self, tensor: torch.Tensor, *, lr: float, decay: float) -> None:
         state = self.state[tensor]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -44,12 +44,8 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient. DeepSpeed passes no closure."""
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]
             for parameter in group["params"]:
@@ -62,7 +58,6 @@ class Lion(torch.optim.Optimizer):
                 update = torch.lerp(average, gradient.to(average.dtype), 1 - beta1).sign_()
                 parameter.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr)
                 average.lerp_(gradient.to(average.dtype), 1 - beta2)
-        return loss
 
 
 def load_muon_uncompiled() -> None:
