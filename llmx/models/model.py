@@ -214,10 +214,8 @@ class Model(Decoder):
     def log_probabilities(self, batch: Batch) -> SequenceLogProbs:
         """Log-probability of every target token, by sequence: logits are computed at target
         positions only, and no fp32 copy of them is ever whole."""
-        inputs, labels = self.inputs(batch)
-        with self._watch(batch):
-            logits, targets = target_logits(self.forward, inputs, labels)
-            values, _ = target_log_probabilities(logits, targets, vocab_size=self.vocab_size)
+        at_targets = self._at_targets(batch)
+        values, _ = target_log_probabilities(*at_targets, vocab_size=self.vocab_size)
         numbers, count = self.sequences_of_targets(batch)
         return SequenceLogProbs(values, to_device(numbers, self.device), count)
 
@@ -243,21 +241,21 @@ class Model(Decoder):
         Args:
             beside: [n, ...], in the order of the targets: ``batch[column][labels != IGNORE]``.
         """
-        inputs, labels = self.inputs(batch)
-        with self._watch(batch):
-            logits, targets = target_logits(self.forward, inputs, labels)
-            on_device = (to_device(values, self.device) for values in beside)
-            return values_of_logits(
-                logits, targets, function, *on_device, vocab_size=self.vocab_size
-            )
+        logits, targets = self._at_targets(batch)
+        on_device = (to_device(values, self.device) for values in beside)
+        return values_of_logits(logits, targets, function, *on_device, vocab_size=self.vocab_size)
 
     def target_logits(self, batch: Batch) -> torch.Tensor:
         """[n, vocabulary], in the dtype of the network: the logits of every target token. They are
         large; ``log_probabilities`` and ``of_logits`` give what follows from them."""
+        logits, _ = self._at_targets(batch)
+        return logits[:, : self.vocab_size]
+
+    def _at_targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [n, columns of the head] at the target tokens, and the targets [n]."""
         inputs, labels = self.inputs(batch)
         with self._watch(batch):
-            logits, _ = target_logits(self.forward, inputs, labels)
-            return logits[:, : self.vocab_size]
+            return target_logits(self.forward, inputs, labels)
 
     def sample(
         self,
@@ -290,8 +288,7 @@ class Model(Decoder):
         empty = not int(batch["segment_ids"].max())
         if has_score(self.module):
             inputs["pool_at"] = self._pooled_places(batch)
-        with self._watch(batch):
-            outputs = self.forward(**inputs, **without_cache(self.module))
+        outputs = self._outputs(batch, inputs)
         logits: torch.Tensor = getattr(outputs, "logits", outputs).float()
         return without_rows(logits) if empty else logits
 
@@ -310,17 +307,19 @@ class Model(Decoder):
         inputs, labels = self.inputs(batch)
         at = target_positions(labels, self.device)
         inputs["pool_at"] = at.rows, at.columns
-        with self._watch(batch):
-            scores: torch.Tensor = self.forward(**inputs, **without_cache(self.module))[:, 0]
+        scores: torch.Tensor = self._outputs(batch, inputs)[:, 0]
         return scores.float()
 
     def embeddings(self, batch: Batch, *, pooling: str) -> torch.Tensor:
         """fp32 [sequences, H]: the hidden states of each sequence as one vector, of a network that
         ends in them (``backbone``). ``pooling``: of ``llmx.models.pooling.POOLINGS``."""
         inputs, _ = self.inputs(batch)
+        hidden = self._outputs(batch, inputs).last_hidden_state
+        return pooled(hidden, batch["segment_ids"], pooling)
+
+    def _outputs(self, batch: Batch, inputs: dict[str, Any]) -> Any:
         with self._watch(batch):
-            outputs = self.forward(**inputs, **without_cache(self.module))
-        return pooled(outputs.last_hidden_state, batch["segment_ids"], pooling)
+            return self.forward(**inputs, **without_cache(self.module))
 
     def _pooled_places(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows, columns) of the hidden states that a ``score`` looks at."""
