@@ -38,7 +38,7 @@ from llmx.data import collate
 from llmx.data.format.rows import Preference
 from llmx.data.store.samples import Sample
 from llmx.errors import ConfigError
-from llmx.models.adapter import add_adapter, freeze, reach_line
+from llmx.models.adapter import reach_line
 from llmx.models.attention import AttentionMethod, methods
 from llmx.models.blocks import Stack, recompute, stack_of
 from llmx.models.experts import Routing, expert_blocks
@@ -76,7 +76,7 @@ from llmx.plan.trace import (
 )
 from llmx.run.rundir import write_json
 from llmx.tasks import JointTask, task_class
-from llmx.train.engine.build import with_source
+from llmx.train.engine.build import choose_trained, with_source
 from llmx.train.engine.muon import hidden_matrices
 from llmx.train.engine.optimizer import lr_scales, parameter_groups
 
@@ -352,17 +352,6 @@ def _watch_module(module: nn.Module, index: int, recorder: Recorder) -> None:
 
 class Refusal(Exception):
     """The message of names in ``adapter`` or ``model.freeze`` that the network does not have."""
-
-
-@contextlib.contextmanager
-def _refusing() -> Iterator[None]:
-    """Inside, a wrong name is a ``Refusal``; a package that this machine lacks is none."""
-    try:
-        yield
-    except ConfigError as error:
-        if isinstance(error.__cause__, ImportError):
-            raise
-        raise Refusal(str(error)) from error
 
 
 METHODS = ("varlen", "segments", "sdpa", "eager")
@@ -763,22 +752,13 @@ def _network(
         for name, weight in list(network.named_parameters()):
             if weight.is_meta:
                 arrive(name, torch.empty(weight.shape, dtype=dtype))
-    if not spec.trained:
-        network.requires_grad_(False)
-    elif exp.adapter.kind != "none":
-        with mock.patch.object(nn.Module, "_apply", _apply), _refusing():
-            add_adapter(
-                network,
-                plain,
-                exp.adapter,
-                exp.seed,
-                ds_config=WHOLE,
-                dtype=dtype,
-                head=spec.head,
-            )
-    else:
-        with _refusing():
-            freeze(network, exp.model.freeze)
+    try:
+        with mock.patch.object(nn.Module, "_apply", _apply):
+            choose_trained(network, exp, spec, ds_config=WHOLE, dtype=dtype)
+    except ConfigError as error:
+        if isinstance(error.__cause__, ImportError):  # a package that this machine lacks
+            raise
+        raise Refusal(str(error)) from error
     if not spec.dropout:
         turn_dropout_off(network)
     if checkpointing != "none":

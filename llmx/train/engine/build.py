@@ -40,7 +40,7 @@ from llmx.config import Experiment, ModelConfig
 from llmx.config.accelerators import ACCELERATORS
 from llmx.config.build import shown
 from llmx.errors import ConfigError
-from llmx.models.adapter import add_adapter, freeze
+from llmx.models.adapter import Adapter, add_adapter, freeze
 from llmx.models.experts import Routing, gather_experts_together
 from llmx.models.factory import (
     DTYPES,
@@ -567,21 +567,7 @@ def _build_network(
         new_tokens=new_token_ids(exp.model, tokenizer),
         adapter=exp.adapter if spec.trained else None,
     )
-    adapter = None
-    if not spec.trained:
-        network.requires_grad_(False)
-    elif exp.adapter.kind != "none":
-        adapter = add_adapter(
-            network,
-            exp.model,
-            exp.adapter,
-            exp.seed,
-            ds_config=ds_config,
-            dtype=dtype,
-            head=spec.head,
-        )
-    else:
-        freeze(network, exp.model.freeze)
+    adapter = choose_trained(network, exp, spec, ds_config=ds_config, dtype=dtype)
     text = network_config(exp.model).get_text_config()
     return Model(
         name=name,
@@ -597,6 +583,32 @@ def _build_network(
         adapter=adapter,
         liger_kernel=liger_kernel,
     )
+
+
+def choose_trained(
+    network: nn.Module,
+    exp: Experiment,
+    spec: ModelSpec,
+    *,
+    ds_config: Mapping[str, Any],
+    dtype: torch.dtype,
+) -> Adapter | None:
+    """Freeze the parameters that are not trained, and put the adapter in. Collective at ZeRO-3."""
+    if spec.trained and exp.adapter.kind != "none":
+        return add_adapter(
+            network,
+            exp.model,
+            exp.adapter,
+            exp.seed,
+            ds_config=ds_config,
+            dtype=dtype,
+            head=spec.head,
+        )
+    if spec.trained:
+        freeze(network, exp.model.freeze)
+    else:
+        network.requires_grad_(False)
+    return None
 
 
 def _can_fuse(model: Model, choice: ModelConfig) -> bool:
