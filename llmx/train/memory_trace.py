@@ -101,23 +101,16 @@ class Numbers:
         return event.index in self.of(event)
 
 
-@dataclass(frozen=True)
-class Run:
-    """A micro step of a network whose stack is cut."""
-
-    events: Sequence[Event]
-    last_peak: int
-
-
-def with_all_blocks(run: Run, blocks: Sequence[Numbers], num_run: int) -> Run | None:
-    """The micro step with all ``blocks``, of which ``run`` has the first ``num_run``. None where
+def with_all_blocks(trace: StepTrace, blocks: Sequence[Numbers], num_run: int) -> StepTrace | None:
+    """The micro step with all ``blocks``, of which ``trace`` has the first ``num_run``. None where
     the blocks that are compared do not agree.
 
-    Numbers of modules and parameters in ``run`` are those of the whole network.
+    Numbers of modules and parameters in ``trace`` are those of the whole network.
     """
+    run = trace.events
     before, former, repeated, last = blocks[num_run - 4 : num_run]
-    begins = [_begin(run.events, FETCH, block) for block in (former, repeated, last)]
-    begins += [_begin(run.events, FETCH_BACKWARD, block) for block in (repeated, former, before)]
+    begins = [_begin(run, FETCH, block) for block in (former, repeated, last)]
+    begins += [_begin(run, FETCH_BACKWARD, block) for block in (repeated, former, before)]
     if -1 in begins or begins != sorted(begins):
         return None
     f_former, f_repeated, f_last, b_repeated, b_former, b_before = begins
@@ -128,16 +121,16 @@ def with_all_blocks(run: Run, blocks: Sequence[Numbers], num_run: int) -> Run | 
     if not backward.agrees(_Part(run, b_former, b_before, former)):
         return None
     added = blocks[num_run - 1 : -1]
-    events = [*run.events[:f_last]]
+    events = [*run[:f_last]]
     for number, block in enumerate(added, start=1):
         events += _moved(forward.events, number * forward.grows, repeated, block)
     grown = len(added) * forward.grows
-    events += _moved(run.events[f_last:b_repeated], grown, last, blocks[-1])
+    events += _moved(run[f_last:b_repeated], grown, last, blocks[-1])
     for block in reversed(added):
         events += _moved(backward.events, grown, repeated, block)
         grown += backward.grows
-    events += _moved(run.events[b_repeated:], grown, last, blocks[-1])
-    return Run(events, run.last_peak + grown)
+    events += _moved(run[b_repeated:], grown, last, blocks[-1])
+    return replace(trace, events=tuple(events), last_peak=trace.last_peak + grown)
 
 
 def _begin(events: Sequence[Event], kind: int, block: Numbers) -> int:
@@ -158,10 +151,10 @@ def _moved(events: Iterable[Event], live: int, old: Numbers, new: Numbers) -> It
 class _Part:
     """The events of a block in one direction: from its first one to that of the next block."""
 
-    def __init__(self, run: Run, begin: int, end: int, block: Numbers) -> None:
-        self.events, self.block = run.events[begin:end], block
-        self.base = run.events[begin - 1].live
-        self.grows = run.events[end - 1].live - self.base
+    def __init__(self, run: Sequence[Event], begin: int, end: int, block: Numbers) -> None:
+        self.events, self.block = run[begin:end], block
+        self.base = run[begin - 1].live
+        self.grows = run[end - 1].live - self.base
         """Bytes that stay when it is over."""
 
     def agrees(self, other: _Part) -> bool:
@@ -189,10 +182,6 @@ class Recorder(TorchDispatchMode):
         self.live = self.peak = 0
         self.events: list[Event] = []
         self._known: dict[int, weakref.ref[Any]] = {}
-
-    def run(self) -> Run:
-        """The micro step that was recorded."""
-        return Run(self.events, self.peak)
 
     def mark(self, kind: int, index: int) -> None:
         """Record an event, and the peak of memory since the one before it."""
@@ -444,12 +433,22 @@ def _trace(
             models[name] = base_of(models.main, name=name, spec=specs[name])
         apart = optimizer_of(exp.optim.kind).matrices_apart
         matrices = hidden_matrices(combined) if apart else set()
-        groups = _groups(exp, combined, [*networks.values()], matrices)
+        groups = parameter_groups(
+            combined,
+            weight_decay=exp.optim.weight_decay,
+            apart=lr_scales(exp.optim, exp.adapter, networks.values()),
+            matrices=matrices,
+        )
+        group_of = {
+            id(parameter): number
+            for number, group in enumerate(groups)
+            for parameter in group["params"]
+        }
         parameters = tuple(
             TracedParameter(
                 parameter.numel(),
                 parameter.requires_grad,
-                groups.get(id(parameter), 0),
+                group_of.get(id(parameter), 0),
                 id(parameter) in matrices,
             )
             for parameter in combined.parameters()
@@ -463,23 +462,21 @@ def _trace(
         stack = (
             stack_of(combined) if by_blocks and is_single and not expert_blocks(combined) else None
         )
-        if stack is not None and len(stack.blocks) > (num_run := stack.least + BEYOND):
-            blocks = numbers_of(combined, stack)
+        blocks, num_run = list[Numbers](), 0
+        if stack is not None and len(stack.blocks) > stack.least + BEYOND:
+            blocks, num_run = numbers_of(combined, stack), stack.least + BEYOND
             stack.cut(num_run)
-            run = with_all_blocks(_run(recorder, task, models, batch), blocks, num_run)
-        else:
-            run = _run(recorder, task, models, batch)
-    if run is None:
-        return None
-    return replace(
+        _run(recorder, task, models, batch)
+    trace = replace(
         trace,
         parameters=parameters,
-        events=tuple(run.events),
-        last_peak=run.last_peak,
+        events=tuple(recorder.events),
+        last_peak=recorder.peak,
         buffers=buffers,
         networks=facts,
         reach=reach,
     )
+    return with_all_blocks(trace, blocks, num_run) if blocks else trace
 
 
 def facts_of(network: nn.Module, config: Any, *, head: str, seq_len: int) -> Network:
@@ -564,7 +561,7 @@ def networks_of(exp: Experiment, *, precision: str = "fp32") -> dict[str, Networ
         return _facts(exp, specs, built, precision=precision, method=method)
 
 
-def _run(recorder: Recorder, task: Any, models: Models, batch: Any) -> Run:
+def _run(recorder: Recorder, task: Any, models: Models, batch: Any) -> None:
     main = models.main
     with recorder:
         if main.spec.head == CLASSIFICATION:
@@ -580,7 +577,6 @@ def _run(recorder: Recorder, task: Any, models: Models, batch: Any) -> Run:
         total = main.routing.objective(total, factor=1.0)
         total.backward()
         del total
-    return recorder.run()
 
 
 def numbers_of(network: nn.Module, stack: Stack) -> list[Numbers]:
@@ -799,23 +795,6 @@ def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
             if buffer is not None:
                 submodule._buffers[name] = function(buffer)
     return module
-
-
-def _groups(
-    exp: Experiment, combined: nn.Module, networks: list[nn.Module], matrices: set[int]
-) -> dict[int, int]:
-    """The optimizer's group of each trained parameter, by its id."""
-    groups = parameter_groups(
-        combined,
-        weight_decay=exp.optim.weight_decay,
-        apart=lr_scales(exp.optim, exp.adapter, networks),
-        matrices=matrices,
-    )
-    return {
-        id(parameter): number
-        for number, group in enumerate(groups)
-        for parameter in group["params"]
-    }
 
 
 def _batch(exp: Experiment, task: Any, micro_batch: int, *, layout: str) -> dict[str, torch.Tensor]:

@@ -37,7 +37,7 @@ from llmx.plan.trace import (
 )
 from llmx.run.rundir import RunDir, read_mapping
 from llmx.train import memory_trace
-from llmx.train.memory_trace import Numbers, Run, networks_of, trace_step, with_all_blocks
+from llmx.train.memory_trace import Numbers, networks_of, trace_step, with_all_blocks
 from tests.live_memory import LiveMemory
 from tests.published_configs import FAMILIES
 from tests.rundirs import EXPERT_MODELS, PARITY_MODELS, experiment
@@ -336,7 +336,7 @@ def both(monkeypatch: pytest.MonkeyPatch, trace: Any) -> tuple[StepTrace, list[b
     """A trace, and for each try to leave blocks out whether it held."""
     tries: list[bool] = []
 
-    def seen(*given: Any) -> Run | None:
+    def seen(*given: Any) -> StepTrace | None:
         tries.append((found := with_all_blocks(*given)) is not None)
         return found
 
@@ -452,4 +452,4 @@ def test_one_difference_between_the_blocks_is_enough(key: str) -> None:
     for place in (4, 5, 12, 13):
         run = [*RUN]
         run[place] = replace(run[place], **{key: getattr(run[place], key) + 1})
-        assert with_all_blocks(Run(run, 0), NUMBERS, 4) is None, place
+        assert with_all_blocks(StepTrace((), (), tuple(run)), NUMBERS, 4) is None, place
