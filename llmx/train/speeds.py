@@ -25,7 +25,7 @@ from llmx.collectives import all_gather
 from llmx.data.order import samples_of_step
 from llmx.models.flops import ModelFlops, model_flops
 from llmx.models.model import ForwardOfBase, Models
-from llmx.models.parameters import whole_shape
+from llmx.models.parameters import whole_bytes, whole_shape
 from llmx.plan.balance import FS, evened, fit_speed, identity, is_of, sample_fs, with_balance
 from llmx.plan.types import Plan, RankSpeed
 from llmx.run.rundir import read_json, write_json
@@ -217,10 +217,7 @@ def _no_micro_batches(session: Session) -> str:
     if reason := no_splits(session.task):
         return reason
     if engine.stage == 3:
-        needed = sum(
-            (1 + p.requires_grad) * math.prod(whole_shape(p)) * p.element_size()
-            for p in engine.module.parameters()
-        )
+        needed = sum((1 + p.requires_grad) * whole_bytes(p) for p in engine.module.parameters())
         if 2 * needed > min(all_gather(free_bytes(engine.device), group=session.consensus.group)):
             return "the whole model with its gradients takes over half of the free memory"
     return ""
@@ -329,15 +326,15 @@ def mean_time(
 def _products(session: Session) -> Iterator[Job]:
     """Matrix products, as so many tokens of rows of the run's length as take as many operations."""
     engine, seq_len = session.engine, session.plan.batch.seq_len
-    products = Products(engine.device, engine.dtype, width=width_of(engine))
+    products = products_of(engine)
     counts = {"tokens": seq_len, "target_tokens": seq_len, "square_tokens": seq_len**2}
     of_row = sum(part * sizes.of_step(**counts) for sizes, part in network_flops(engine))
     yield Job(products.run, products.flops / of_row * seq_len, 0.0)
 
 
-def width_of(engine: Engine) -> int:
-    """Width of the hidden states; 0 where the config has none."""
-    return getattr(engine.config, "hidden_size", 0)
+def products_of(engine: Engine) -> Products:
+    """Matrix products about as wide as the model."""
+    return Products(engine.device, engine.dtype, width=getattr(engine.config, "hidden_size", 0))
 
 
 def network_flops(engine: Engine) -> list[tuple[ModelFlops, float]]:

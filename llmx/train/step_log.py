@@ -19,12 +19,11 @@ from llmx.train.metrics import context_gib, memory_gib
 from llmx.train.rebalance import Line
 from llmx.train.schedule import lr_at, optim_of
 from llmx.train.session import Session
-from llmx.train.speeds import network_flops, width_of
+from llmx.train.speeds import network_flops, products_of
 from llmx.train.step import StepMetrics
 from llmx.train.step_times import (
     FIRST,
     PHASES,
-    Products,
     SpeedProbe,
     StepTimes,
     StragglerWatch,
@@ -84,8 +83,7 @@ class StepLog:
         # Where they wait for others, it times a piece of work of its own.
         self.probe: SpeedProbe | None = None
         if measures and not independent:
-            products = Products(engine.device, engine.dtype, width=width_of(engine))
-            self.probe = SpeedProbe(products)
+            self.probe = SpeedProbe(products_of(engine))
         self.probes: list[list[float]] = []
         """The first probes of all ranks."""
         self.stragglers = StragglerWatch(())

@@ -13,7 +13,6 @@ tests/unit/test_models_blocks.py``.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -62,7 +61,7 @@ from llmx.models.model import (
     base_of,
 )
 from llmx.models.network_config import network_config
-from llmx.models.parameters import whole_shape
+from llmx.models.parameters import whole_bytes, whole_shape
 from llmx.models.pooling import has_score
 from llmx.models.select_attention import select_attention
 from llmx.models.spec import are_bases
@@ -672,7 +671,7 @@ def weights_for_generation(engine: Engine, model: Model) -> Iterator[None]:
     if engine.stage != 3:
         yield
         return
-    needed = sum(math.prod(whole_shape(p)) * p.element_size() for p in model.module.parameters())
+    needed = sum(map(whole_bytes, model.module.parameters()))
     free = all_gather(free_bytes(engine.device))
     rank = min(range(len(free)), key=free.__getitem__)
     fits = 2 * needed <= free[rank]
