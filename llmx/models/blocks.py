@@ -33,13 +33,8 @@ class Stack:
     differ."""
 
     def cut(self, count: int) -> None:
-        """Leave the first ``count`` of all blocks in the network; ``restore`` puts the others
-        back."""
+        """Leave the first ``count`` of all blocks in the network, however many are left."""
         self.owner._modules[self.name] = self.blocks[:count]
-
-    def restore(self) -> None:
-        """The network as it was."""
-        self.owner._modules[self.name] = self.blocks
 
 
 def stack_of(network: nn.Module) -> Stack | None:

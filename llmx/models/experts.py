@@ -96,7 +96,7 @@ class Routing:
         tokens = to_device((segment_ids > 0).sum(dim=1).float(), device)
         with torch.no_grad():
             loads = [
-                _count(line < num_lines, line.clamp(max=0), chosen, experts=logits.shape[-1])[0]
+                _count(line, chosen, experts=logits.shape[-1], lines=num_lines)[:-1].sum(dim=0)
                 for logits, chosen in zip(self._logits, self._chosen, strict=True)
                 if chosen is not None and len(chosen) == len(line)
             ]
@@ -158,21 +158,18 @@ def auxiliary_losses(
     for router_logits in logits:
         probabilities = router_logits.float().softmax(dim=-1)
         chosen = probabilities.detach().topk(top_k, dim=-1).indices
-        everywhere = torch.ones_like(line, dtype=torch.bool)
-        counts = counts + _count(everywhere, line, chosen, experts=num_experts, lines=num_lines + 1)
+        counts = counts + _count(line, chosen, experts=num_experts, lines=num_lines)
         sums = sums.index_add(0, line, probabilities)
     visits = (tokens * len(logits)).clamp(min=1)[:, None]
     return num_experts * ((counts[:-1] / visits) * (sums[:-1] / visits)).sum(dim=1)
 
 
-def _count(
-    counted: torch.Tensor, line: torch.Tensor, chosen: torch.Tensor, *, experts: int, lines: int = 1
-) -> torch.Tensor:
-    """[lines, experts]: how many of the ``counted`` positions of each line chose each expert."""
+def _count(line: torch.Tensor, chosen: torch.Tensor, *, experts: int, lines: int) -> torch.Tensor:
+    """[lines + 1, experts]: how many positions of each line, and of the padding, chose each
+    expert."""
     place = (line[:, None] * experts + chosen).reshape(-1)
-    weight = counted[:, None].expand_as(chosen).reshape(-1).float()
-    table = torch.zeros(lines * experts, device=chosen.device)
-    return table.scatter_add_(0, place, weight).view(lines, experts)
+    table = torch.zeros((lines + 1) * experts, device=chosen.device)
+    return table.scatter_add_(0, place, torch.ones_like(place, dtype=table.dtype)).view(-1, experts)
 
 
 def _chosen(parts: tuple[Any, ...], *, num_tokens: int) -> torch.Tensor | None:
