@@ -5,7 +5,7 @@ Tried by ``python -m pytest -m deepspeed tests/integration/test_train_export.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -211,7 +211,12 @@ def _write_line(session: Session, step: int, result: Mapping[str, Mean | Accumul
     missing = any(name in declared and name not in measured for name in goes_by)
     if when or missing or not result or session.exp.task.eval_metrics:
         measured.update(complete_eval_prompts(session, when=when))
-    check_measured(task, measured)
+    # Nothing would know how to show another one, or whether more of it is better.
+    if unknown := sorted(set(measured) - set(declared)):
+        raise ConfigError(
+            f"{type(task).__name__} measures {', '.join(unknown)}, which its `metrics` do not "
+            f"declare. Add {unknown[0]}: Metric(...) there."
+        )
     # A metric that this evaluation does not measure is null.
     line.update({name: measured.get(name) for name in declared if "eval" in declared[name].kinds})
     session.metrics.write("eval", step=step, **line)
@@ -222,13 +227,3 @@ def _write_line(session: Session, step: int, result: Mapping[str, Mean | Accumul
         if value is not None
     ]
     session.log(f"evaluation at step {step}: {'  '.join(texts)}")
-
-
-def check_measured(task: Task, measured: Iterable[str]) -> None:
-    """Raise ConfigError for a metric that the task measures and does not declare: nothing would
-    know how to show it, or whether more of it is better."""
-    if unknown := sorted(set(measured) - set(task.metrics)):
-        raise ConfigError(
-            f"{type(task).__name__} measures {', '.join(unknown)}, which its `metrics` do not "
-            f"declare. Add {unknown[0]}: Metric(...) there."
-        )
