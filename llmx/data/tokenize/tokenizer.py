@@ -36,9 +36,10 @@ WORDPIECE = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 """The special tokens of BERT, with its ids 0 to 4."""
 
 
-def vocabulary_tokenizer(directory: Path) -> tuple[Any, str] | None:
-    """(the tokenizer, how its files were read) of a directory with a vocabulary alone; None for
-    any other directory. Raises ConfigError where the vocabulary cannot be read or used."""
+def _of_vocabulary(directory: Path, *, key: str) -> Any:
+    """The tokenizer of a directory with a vocabulary alone; None for any other directory.
+
+    Raises ConfigError where the vocabulary cannot be read or used."""
     if any((directory / name).exists() for name in DESCRIBED):
         return None
     for file_names, kind, read in (
@@ -55,7 +56,9 @@ def vocabulary_tokenizer(directory: Path) -> tuple[Any, str] | None:
                 f"{printable(str(directory), keep='')}: cannot read {reading} "
                 f"({first_line(error)[:-1]}). {HOW}."
             ) from error
-        return tokenizer, f"{reading}, EOS {tokenizer.eos_token}"
+        tokenizer.name_or_path = str(directory)
+        _note(f"{key}: {reading}, EOS {tokenizer.eos_token}")
+        return tokenizer
     return None
 
 
@@ -94,18 +97,6 @@ def _wordpiece(directory: Path) -> Any:
     return BertTokenizer(vocab=vocab, do_lower_case=not capitals, eos_token="[SEP]")
 
 
-def what_is_there(directory: Path) -> str:
-    """The files of a directory, for a message that its tokenizer cannot be loaded."""
-    try:
-        file_names = sorted(path.name for path in directory.iterdir())
-    except OSError as error:
-        return f"it cannot be read ({error.strerror})"
-    return f"there is {names(file_names)}" if file_names else "it is empty"
-
-
-HOW_NAMED = "tokenizer.json, or vocab.json and merges.txt, or vocab.txt"
-
-
 def load_tokenizer(model: ModelConfig, *, template: str, chats: bool) -> Any:
     """The Hugging Face tokenizer of ``model.tokenizer`` (default ``model.path``; ``demo`` is the
     bundled one). With ``chats`` it has the chat template that ``template`` chooses, so that an
@@ -118,18 +109,18 @@ def load_tokenizer(model: ModelConfig, *, template: str, chats: bool) -> Any:
             "Set model.tokenizer to a Hub id or a directory, or to demo for the bundled one."
         )
     source = str(DEMO_DIRECTORY / "tokenizer") if name == "demo" else str(Path(name).expanduser())
-    place, shown_name = Path(source), printable(name, keep="")
+    place = Path(source)
     key = "model.tokenizer" if model.tokenizer else "model.path"
+    shown_key = f"{key}={printable(name, keep='')}"
     if place.is_file():
-        raise ConfigError(f"{key}={shown_name} is a file. Give its directory, with {HOW_NAMED}.")
+        raise ConfigError(
+            f"{shown_key} is a file. Give its directory, with tokenizer.json, or vocab.json and "
+            "merges.txt, or vocab.txt."
+        )
     if not place.is_dir() and place.is_absolute():
-        raise ConfigError(f"{key}={shown_name}: no such directory.")
-    alone = vocabulary_tokenizer(place) if place.is_dir() else None
-    if alone is not None:
-        tokenizer, reading = alone
-        tokenizer.name_or_path = source
-        _note(f"{key}={shown_name}: {reading}")
-    else:
+        raise ConfigError(f"{shown_key}: no such directory.")
+    tokenizer = _of_vocabulary(place, key=shown_key) if place.is_dir() else None
+    if tokenizer is None:
         tokenizer = _loaded(model, source, key=key)
     _add_tokens(tokenizer, model)
     if chats or template != "auto":
@@ -181,9 +172,14 @@ def _loaded(model: ModelConfig, source: str, *, key: str) -> Any:
         )
     except Exception as error:  # the Hub client's errors have no common base
         if Path(source).is_dir():
+            try:
+                file_names = sorted(path.name for path in Path(source).iterdir())
+                there = f"there is {names(file_names)}" if file_names else "it is empty"
+            except OSError as problem:
+                there = f"it cannot be read ({problem.strerror})"
             raise ConfigError(
                 f"{key}={shown_name} is a directory, but no tokenizer can be loaded from it "
-                f"({first_line(error)}): {what_is_there(Path(source))}. {HOW}."
+                f"({first_line(error)}): {there}. {HOW}."
             ) from error
         raise ConfigError(
             f"The tokenizer {shown_name!r} cannot be loaded: {first_line(error)} It is neither a "

@@ -183,7 +183,7 @@ def train_tokenizer(config: TokenizerConfig, data: DataConfig, seed: int) -> Tra
         ):
             _fill(sample, config, data, seed)
             ready = Path(name) / "tokenizer"
-            tokenizer = _saved(_learned(sample, config, special), config, data, special, ready)
+            tokenizer = _learned(sample, config, data, special, ready)
             proof = list(islice(sample, PROOF_TEXTS))
             tokens = _proven(tokenizer, proof, exact=config.kind != "wordpiece")
             ready.rename(output)
@@ -246,9 +246,13 @@ def _special_tokens(template: str, kind: str) -> list[str]:
     return list(dict.fromkeys([END, PAD, *markers]))
 
 
-def _learned(sample: TextSample, config: TokenizerConfig, special: list[str]) -> Any:
-    """The tokenizer that the library learns from the sample."""
+def _learned(
+    sample: TextSample, config: TokenizerConfig, data: DataConfig, special: list[str], output: Path
+) -> Any:
+    """The tokenizer that the library learns from the sample, written to ``output`` with its chat
+    template, and loaded as everybody will load it."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
 
     limits: dict[str, Any] = {
         "vocab_size": config.vocab_size,
@@ -256,47 +260,35 @@ def _learned(sample: TextSample, config: TokenizerConfig, special: list[str]) ->
         "special_tokens": special,
         "show_progress": sys.stderr.isatty(),
     }
-    trainer: Any
+    tokenizer: Any
     if config.kind == "bbpe":
         backend = Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **limits)
+        backend.train_from_iterator(iter(sample), trainer)
+        end, pad, *control_tokens = special
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            eos_token=end,
+            pad_token=pad,
+            additional_special_tokens=control_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        tokenizer.chat_template = choose_template(tokenizer, data.template)[1]
     else:  # BERT's: words at white space and punctuation, a Chinese character is one
         backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         backend.normalizer = normalizers.BertNormalizer(lowercase=config.lowercase)
         backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         # The rarest characters are unknown where the vocabulary has no room for all.
-        num_characters = max(1, (config.vocab_size - len(special)) // 2)
-        trainer = trainers.WordPieceTrainer(limit_alphabet=num_characters, **limits)
-    backend.train_from_iterator(iter(sample), trainer)
-    return backend
-
-
-def _saved(
-    backend: Any, config: TokenizerConfig, data: DataConfig, special: list[str], directory: Path
-) -> Any:
-    """The tokenizer, written with its chat template and loaded as everybody will load it."""
-    from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
-
-    if config.kind == "wordpiece":
-        bert = BertTokenizer(
+        limits["limit_alphabet"] = max(1, (config.vocab_size - len(special)) // 2)
+        backend.train_from_iterator(iter(sample), trainers.WordPieceTrainer(**limits))
+        tokenizer = BertTokenizer(
             vocab=backend.get_vocab(), do_lower_case=config.lowercase, eos_token="[SEP]"
         )
-        bert.save_pretrained(directory)
-        return AutoTokenizer.from_pretrained(directory)
-    end, pad, *control_tokens = special
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=end,
-        pad_token=pad,
-        additional_special_tokens=control_tokens,
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = choose_template(tokenizer, data.template)[1]
-    tokenizer.save_pretrained(directory)
-    return AutoTokenizer.from_pretrained(directory)
+    tokenizer.save_pretrained(output)
+    return AutoTokenizer.from_pretrained(output)
 
 
 def _proven(tokenizer: Any, texts: Sequence[str], *, exact: bool = True) -> int:
