@@ -222,6 +222,13 @@ def _history(fields: Fields) -> list[Message]:
     return pairs(fields.get("history"), fields.column("history"))
 
 
+def _question(fields: Fields, prompt: str) -> list[Message]:
+    """The earlier turns, and the prompt with the text of ``input``."""
+    extra = fields.text("input", optional=True)
+    text = f"{prompt}\n{extra}" if extra else prompt
+    return [*_history(fields), Message("user", text)]
+
+
 def _prompt_and_answer(fields: Fields, reference: Any = None) -> list[Message]:
     """The turns of ``prompt_response``, whose prompt may be text or turns (TRL's conversational
     layout). ``reference``: the answer where the record's own is not meant."""
@@ -264,9 +271,7 @@ def _is_prompt(fields: Fields, takes: tuple[type, ...]) -> bool:
 def _instruction_and_output(fields: Fields) -> list[Message]:
     """The turns of a record in the format ``alpaca``."""
     prompt, answer = fields.text("instruction"), fields.text("output")
-    if fields.get("input") not in (None, ""):
-        prompt = f"{prompt}\n{fields.text('input')}"
-    return [*_history(fields), Message("user", prompt), Message("assistant", answer)]
+    return [*_question(fields, prompt), Message("assistant", answer)]
 
 
 def _chat(name: str) -> Turns:
@@ -513,9 +518,7 @@ def _before_the_answers(fields: Fields) -> list[Message]:
         if spoken[-1] == {"role": "assistant", "content": ""}:  # the cue to answer
             spoken.pop()
         return fields.turns("prompt", spoken)
-    extra = fields.text("input", optional=True)
-    text = f"{prompt}\n{extra}" if extra else prompt
-    return [*_history(fields), Message("user", text)]
+    return _question(fields, prompt)
 
 
 # The formats, and the columns that change what their rows mean
