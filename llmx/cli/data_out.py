@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 import time
 from collections import Counter
@@ -41,10 +40,12 @@ from llmx.data.source.records import (
     Where,
     counted,
     excerpt,
+    json_line,
     refuse,
 )
 from llmx.data.split import (
     DatasetSplit,
+    Numbered,
     Source,
     held_out,
     no_rows,
@@ -140,7 +141,7 @@ def run(exp: Experiment, words: Mapping[str, str]) -> int:
     eval_texts = _eval_texts(data, options, kinds) if options.decontaminate else None
     rejected = RejectedRecords()
     bad = rejected.add if data.on_bad_row == "skip" else refuse
-    rows = split.read_once(f"Reading {split.path}", Source.records, bad)
+    rows = split.read_once(f"Reading {split.path}", bad, check=False)
     identical = exp.data.deduplicate or options.near is not None
     outcome = _decide(rows, options, eval_texts, identical=identical)
     if not outcome.num_rows:
@@ -157,7 +158,7 @@ def run(exp: Experiment, words: Mapping[str, str]) -> int:
     rest = set(range(outcome.num_rows)) - chosen
     outputs = [(out, True), (eval_file(out), False)] if chosen else [(out, True)]
     for path, trained in outputs:
-        records = split.numbered(Source.records, pass_over, weighted=trained)
+        records = split.numbered(pass_over, weighted=trained, check=False)
         with replacing(path) as stream:
             count = _write(stream, records, outcome.removed.keys() | (chosen if trained else rest))
         provenance["files"][path.name] = {"rows": count, "sha256": sha256_of_file(path)}
@@ -189,9 +190,6 @@ def _eval_texts(data: DataConfig, options: Options, takes: tuple[type, ...]) -> 
     return EvalTexts(rows, length=options.ngram)
 
 
-Numbered = tuple[int, tuple[Record | Document, Row | None], int]
-
-
 def _decide(
     rows: Iterator[Numbered], options: Options, eval_texts: EvalTexts | None, *, identical: bool
 ) -> Outcome:
@@ -200,7 +198,7 @@ def _decide(
     contents: set[bytes] = set()
     near = None if options.near is None else NearDuplicates(options.near, shingle=SHINGLE)
     places: dict[int, Where] = {}
-    for number, (record, row), _ in rows:
+    for number, record, row, _ in rows:
         outcome.num_rows = number + 1
         place = f"{record.where.file.name}, {record.where.unit} {record.where.number}"
         if identical:
@@ -242,14 +240,10 @@ def _held_out(outcome: Outcome, exp: Experiment, path: str) -> set[int]:
 def _write(stream: IO[bytes], records: Iterator[Numbered], left_out: Set[int]) -> int:
     """Write the other records as lines of JSON; returns how many."""
     count = 0
-    for number, (record, _), _ in records:
+    for number, record, _, _ in records:
         if number not in left_out:
             value = {"text": record.text} if isinstance(record, Document) else record.value
-            try:
-                line = json.dumps(value, ensure_ascii=False, default=str).encode()
-            except UnicodeEncodeError:  # half of a surrogate pair: the file stays UTF-8
-                line = json.dumps(value, default=str).encode()
-            stream.write(line + b"\n")
+            stream.write(json_line(value))
             count += 1
     return count
 

@@ -13,12 +13,12 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, islice, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from llmx.config import DataConfig, SourceConfig
 from llmx.data.format.columns import Fields, Reading
@@ -43,7 +43,6 @@ from llmx.text import plural, printable
 if TYPE_CHECKING:  # the control process reads first rows, and draws none
     import numpy as np
 
-T = TypeVar("T")
 TAKEN: tuple[type, ...] = (Conversation, Document)
 """The rows of a source that is read for no task."""
 ROWS_VERSION = 5
@@ -233,27 +232,8 @@ def no_rows(path: str, rejected: Sequence[RecordError] = ()) -> DataError:
     )
 
 
-Numbered = tuple[int, Row | None, int]
-"""A record with its number before it, and which copy it is."""
-
-
-def find_repeated(rows: Iterable[Numbered], *, compare: bool) -> np.ndarray:
-    """bool [rows]: whether a row is identical to an earlier one, by a digest of its content, 16
-    bytes per row; False where they are only counted."""
-    digests = bytearray()
-    count = 0
-    for index, row, _ in rows:
-        count = index + 1
-        if compare:
-            # A row with nothing to learn is counted as such, not as repeated.
-            content = f"\0nothing to learn {index}".encode() if row is None else row.content
-            digests += hashlib.blake2b(content, digest_size=16).digest()
-    import numpy as np
-
-    repeated = np.full(count, compare)
-    if compare:
-        repeated[np.unique(np.frombuffer(digests, "V16"), return_index=True)[1]] = False
-    return repeated
+Numbered = tuple[int, Record | Document, Row | None, int]
+"""The number of a record, the record, its row, and which copy of its source it is in."""
 
 
 def in_copy(seed: int, number: int, weight: float) -> Iterator[bool]:
@@ -443,24 +423,23 @@ class DatasetSplit:
         self.meter.bytes = 0
         bad = self.rejects.add if self.data.on_bad_row == "skip" else refuse
         empty = True
-        for index, record, copy in self.numbered(Source.rows, bad, weighted=self.name == "train"):
+        weighted = self.name == "train"
+        for index, _, row, copy in self.numbered(bad, weighted=weighted, check=True):
             empty = False
             if repeated is not None and index < len(repeated) and repeated[index]:
                 self.left_out["identical to an earlier row"] += copy == 0
             elif chosen is not None and (index in chosen) != (self.name == "eval"):
                 continue
-            elif isinstance(record, Document) and not record.text.strip():
+            elif isinstance(row, Document) and not row.text.strip():
                 self.left_out["empty"] += copy == 0
             else:
-                yield record
+                yield row
         if empty and not self.rejects.counts:
             raise no_rows(self.path)
 
-    def numbered(
-        self, read: Callable[..., Iterator[T]], bad: OnBad, *, weighted: bool
-    ) -> Iterator[tuple[int, T, int]]:
-        """(number, what ``read`` gives of a source, which copy) over all sources; ``weighted``:
-        each as often as its weight says, else once."""
+    def numbered(self, bad: OnBad, *, weighted: bool, check: bool) -> Iterator[Numbered]:
+        """The records of all sources (``Source.records``); ``weighted``: each source as often as
+        its weight says, else once."""
         start = 0
         for number, source in enumerate(self.sources):
             limits = [] if source.config.max_rows is None else [source.config.max_rows]
@@ -469,34 +448,49 @@ class DatasetSplit:
             limit = min(limits) if limits else None
             index = start - 1
             for copy in range(self.copies(source) if weighted else 1):
-                rows = read(source, bad if copy == 0 else pass_over, meter=self.meter)
+                records = source.records(
+                    bad if copy == 0 else pass_over, meter=self.meter, check=check
+                )
                 draws = in_copy(self.seed, number, source.config.weight - copy if weighted else 1)
-                for index, row in enumerate(islice(rows, limit), start):
+                for index, (record, row) in enumerate(islice(records, limit), start):
                     if next(draws):
-                        yield index, row, copy
+                        yield index, record, row, copy
             start = index + 1
 
     @cached_property
     def repeated(self) -> np.ndarray | None:
-        """Whether each record repeats an earlier one: a first reading, if this or the number of
-        records must be known; else None."""
-        if not self.held_out_rows and not self.data.deduplicate:
+        """bool [records]: whether each row is identical to an earlier one, by a digest of its
+        content, 16 bytes per row; False where they are only counted. A first reading, if this or
+        the number of records must be known; else None."""
+        compare = self.data.deduplicate
+        if not self.held_out_rows and not compare:
             return None
-        bad = pass_over if self.data.on_bad_row == "skip" else refuse
-        records = self.read_once(f"Counting the rows of {self.path}", Source.rows, bad)
-        return find_repeated(records, compare=self.data.deduplicate)
+        import numpy as np
 
-    def read_once(
-        self, title: str, read: Callable[..., Iterator[T]], bad: OnBad
-    ) -> Iterator[tuple[int, T, int]]:
+        bad = pass_over if self.data.on_bad_row == "skip" else refuse
+        count, digests = 0, bytearray()
+        for index, _, row, _ in self.read_once(
+            f"Counting the rows of {self.path}", bad, check=True
+        ):
+            count = index + 1
+            if compare:
+                # A row with nothing to learn is counted as such, not as repeated.
+                content = f"\0nothing to learn {index}".encode() if row is None else row.content
+                digests += hashlib.blake2b(content, digest_size=16).digest()
+        repeated = np.full(count, compare)
+        if compare:
+            repeated[np.unique(np.frombuffer(digests, "V16"), return_index=True)[1]] = False
+        return repeated
+
+    def read_once(self, title: str, bad: OnBad, *, check: bool) -> Iterator[Numbered]:
         """``numbered`` records, each once, with a line of progress."""
         self.meter.bytes = 0
         size = self.source_bytes
         with PreparationProgress(title, total_bytes=size, meter=self.meter) as progress:
-            for number, record, copy in self.numbered(read, bad, weighted=False):
-                if number % 1000 == 0:
+            for numbered in self.numbered(bad, weighted=False, check=check):
+                if numbered[0] % 1000 == 0:
                     progress.add(size=self.meter.bytes - progress.bytes)
-                yield number, record, copy
+                yield numbered
 
     @cached_property
     def _held_out(self) -> set[int] | None:

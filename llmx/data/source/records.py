@@ -209,11 +209,7 @@ class RejectedRecords:
             "message": str(error),
             "content": error.content[:CONTENT_CHARS],
         }
-        try:
-            text = json.dumps(line, ensure_ascii=False).encode()
-        except UnicodeEncodeError:  # half of a surrogate pair: the file stays UTF-8
-            text = json.dumps(line).encode()
-        self._lines.write(text + b"\n")
+        self._lines.write(json_line(line))
 
     def clear(self) -> None:
         """Drop all records, for another reading of the same source."""
@@ -236,6 +232,14 @@ class RejectedRecords:
                 "space, or set data.cache_dir to another disk."
             ) from error
         return path
+
+
+def json_line(value: Any) -> bytes:
+    """A value as a line of JSON in UTF-8."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str).encode() + b"\n"
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return json.dumps(value, default=str).encode() + b"\n"
 
 
 def counted(reasons: Mapping[str, int]) -> str:
