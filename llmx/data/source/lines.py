@@ -39,8 +39,16 @@ def text_records(file: Path, stream: IO[bytes], bad: OnBad, text_unit: str) -> I
     """The documents of a text file, as ``data.text_unit`` divides it."""
     lines = lines_of(file, stream, bad)
     if text_unit == "file":
-        return whole_text(file, lines)
-    return paragraphs(lines) if text_unit == "paragraph" else text_lines(lines)
+        yield from _whole_text(file, lines)
+    elif text_unit == "line":
+        for line, where in lines:
+            if line.strip():
+                yield Document(line.rstrip("\r\n"), where)
+    else:  # paragraphs, between empty lines
+        for is_text, run in itertools.groupby(lines, key=lambda line: bool(line[0].strip())):
+            if is_text:
+                texts, places = zip(*run, strict=True)
+                yield Document("".join(texts).rstrip("\r\n"), places[0])
 
 
 def json_records(file: Path, stream: IO[bytes], bad: OnBad, text_unit: str) -> Iterator[Record]:
@@ -124,7 +132,7 @@ def lines_of(file: Path, stream: IO[bytes], bad: OnBad) -> Iterator[tuple[str, W
         yield text, where
 
 
-def whole_text(file: Path, lines: Iterator[tuple[str, Where]]) -> Iterator[Document]:
+def _whole_text(file: Path, lines: Iterator[tuple[str, Where]]) -> Iterator[Document]:
     """The file as one document. Raises DataError for one of more than ``DOCUMENT_CHARS``."""
     document: list[str] = []
     size = 0
@@ -139,19 +147,6 @@ def whole_text(file: Path, lines: Iterator[tuple[str, Where]]) -> Iterator[Docum
             )
     if document:
         yield Document("".join(document), Where(file, 1, "line"))
-
-
-def text_lines(lines: Iterator[tuple[str, Where]]) -> Iterator[Document]:
-    """Each line that is not empty as a document, without its line end."""
-    return (Document(line.rstrip("\r\n"), where) for line, where in lines if line.strip())
-
-
-def paragraphs(lines: Iterator[tuple[str, Where]]) -> Iterator[Document]:
-    """Each run of lines between empty lines as a document, without its last line end."""
-    for is_text, run in itertools.groupby(lines, key=lambda line: bool(line[0].strip())):
-        if is_text:
-            texts, places = zip(*run, strict=True)
-            yield Document("".join(texts).rstrip("\r\n"), places[0])
 
 
 def json_lines(lines: Iterator[tuple[str, Where]], bad: OnBad) -> Iterator[Record]:
