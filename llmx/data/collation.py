@@ -30,7 +30,7 @@ def collate(
     seq_len: int,
     pad_id: int,
     layout: str,
-    pad_to: int | None = PAD_TO,
+    pad_to: int = PAD_TO,
     columns: Sequence[Column] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Tensors of one micro batch.
@@ -39,7 +39,7 @@ def collate(
     are told apart by ``segment_ids`` and by positions that restart. ``layout="padded"``:
     B = number of sequences of all samples, each in a padded line of its own. Both hold the same
     (context, target) pairs. T is the longest used length rounded up to a multiple of
-    ``pad_to``, at most ``seq_len``; ``pad_to=None`` gives T = seq_len always.
+    ``pad_to``, at most ``seq_len``.
 
     By token, all [B, T]:
 
@@ -75,9 +75,7 @@ def collate(
             f"A sample has {longest} tokens, data.seq_len is {seq_len}: the store was prepared "
             "with another seq_len. Prepare it again with this one."
         )
-    length = seq_len
-    if pad_to is not None:
-        length = min(seq_len, max(1, -(-longest // pad_to)) * pad_to)
+    length = min(seq_len, max(1, -(-longest // pad_to)) * pad_to)
     shape = (len(lines), length)
     arrays: dict[str, np.ndarray] = {
         "input_ids": np.full(shape, pad_id, np.int64),

@@ -108,12 +108,11 @@ def test_packed_lines_and_padded_ones():
 
 
 def test_length():
-    def length(**options: int | None) -> int:
+    def length(**options: int) -> int:
         return collate([TWO], pad_id=0, layout="packed", **options)["input_ids"].shape[1]
 
     assert length(seq_len=512) == 8
     assert length(seq_len=6) == 6
-    assert length(seq_len=512, pad_to=None) == 512
     with pytest.raises(DataError, match=r"5 tokens, data\.seq_len is 4"):
         length(seq_len=4)
     with pytest.raises(ValueError, match="loose"):
