@@ -38,7 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     made = Experiment()
     made.data.path = str(DEMO_DIRECTORY / "train.jsonl")
     made.tokenizer.output, made.tokenizer.vocab_size = str(root / "tokenizer"), 500
-    tokenizer = train_tokenizer(made.tokenizer, made.data, made.seed).path
+    tokenizer, _ = train_tokenizer(made.tokenizer, made.data, made.seed)
     exp = experiment(
         root / "run",
         ranks=1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -41,16 +42,16 @@ def experiment(directory: Path, **options: Any) -> Experiment:
     return exp
 
 
-def train(exp: Experiment) -> Any:
+def train(exp: Experiment) -> tuple[Path, str]:
     return train_tokenizer(exp.tokenizer, exp.data, exp.seed)
 
 
 def test_it_loads_and_gives_text_back(tmp_path: Path):
-    trained = train(experiment(tmp_path))
-    tokenizer = AutoTokenizer.from_pretrained(trained.path)
-    assert len(tokenizer) == trained.vocab_size == 700
-    assert "700; 704 when padded to a multiple of 64" in trained.summary
-    assert 2 < trained.bytes_per_token < 5
+    trained, summary = train(experiment(tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    assert len(tokenizer) == 700
+    assert "700; 704 when padded to a multiple of 64" in summary
+    assert re.search(r"[234]\.\d\d bytes per token", summary)
     ids = tokenizer(STRANGE, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert tokenizer.decode(ids) == STRANGE
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in ids
@@ -63,9 +64,9 @@ def test_it_loads_and_gives_text_back(tmp_path: Path):
     asked = f"<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n{answer}"
     assert tokenizer.decode(row.tokens) == asked
     assert tokenizer.decode(row.tokens[row.targets]) == answer
-    assert list(tmp_path.iterdir()) == [trained.path]
-    again = train(experiment(tmp_path, output=str(tmp_path / "again"))).path
-    assert len({(path / "tokenizer.json").read_bytes() for path in (trained.path, again)}) == 1
+    assert list(tmp_path.iterdir()) == [trained]
+    again, _ = train(experiment(tmp_path, output=str(tmp_path / "again")))
+    assert len({(path / "tokenizer.json").read_bytes() for path in (trained, again)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -93,11 +94,11 @@ def test_a_small_vocabulary_of_little_text_is_reported_as_it_is(tmp_path: Path):
     exp = experiment(tmp_path, vocab_size=64000)
     exp.data.form, exp.data.path, exp.data.template = "auto", "", "llama3"
     exp.data.sources = [SourceConfig(path=path) for path in reversed(paths)]
-    trained = train(exp)
-    assert 260 < trained.vocab_size < 300
-    assert "asked for 64,000" in trained.summary
+    trained, summary = train(exp)
+    assert "asked for 64,000" in summary
     # Another template brings its control tokens.
-    tokenizer = AutoTokenizer.from_pretrained(trained.path)
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    assert 260 < len(tokenizer) < 300
     chat = [{"role": "user", "content": "Who?"}]
     ids = tokenizer.apply_chat_template(chat, return_dict=False)
     control = tokenizer.convert_tokens_to_ids(["<|start_header_id|>", "<|eot_id|>"])

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -149,19 +148,8 @@ END, PAD = "<|endoftext|>", "<|pad|>"
 _MARKERS = re.compile(r"<\|\w+\|>")
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A tokenizer on disk."""
-
-    path: Path
-    vocab_size: int
-    bytes_per_token: float
-    """Bytes of text per token on the sample: more is better."""
-    summary: str
-
-
-def train_tokenizer(config: TokenizerConfig, data: DataConfig, seed: int) -> Trained:
-    """Train, prove and write the tokenizer of ``config``.
+def train_tokenizer(config: TokenizerConfig, data: DataConfig, seed: int) -> tuple[Path, str]:
+    """Train, prove and write the tokenizer of ``config``; returns its directory and a summary.
 
     Raises ConfigError for a size that cannot be, or an output that exists; DataError for a
     source that is wrong or too small.
@@ -208,7 +196,7 @@ def train_tokenizer(config: TokenizerConfig, data: DataConfig, seed: int) -> Tra
         f"  text        {bytes_per_token:.2f} bytes per token",
         f"  use it      model.tokenizer={output}",
     ]
-    return Trained(output, size, bytes_per_token, "\n".join(lines))
+    return output, "\n".join(lines)
 
 
 def _output(config: TokenizerConfig, data: DataConfig) -> Path:
@@ -310,5 +298,5 @@ def _proven(tokenizer: Any, texts: Sequence[str], *, exact: bool = True) -> int:
 
 def run(exp: Experiment, _: Mapping[str, str]) -> int:
     """The command ``tokenizer``; returns the exit code."""
-    print(train_tokenizer(exp.tokenizer, exp.data, exp.seed).summary)
+    print(train_tokenizer(exp.tokenizer, exp.data, exp.seed)[1])
     return 0
