@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from llmx import data
 from llmx.config import Experiment
 from llmx.data import SampleStore, collate
+from llmx.data.examples import TokenSequence
 from llmx.data.format.rows import Conversation, Message
 from llmx.data.source.records import Where
-from llmx.data.tokenize.conversations import TokenSequence
 from llmx.errors import DataError
 from llmx.tasks import task_of, tokenizer_of
 from tests.rundirs import experiment

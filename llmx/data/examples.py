@@ -10,6 +10,7 @@ tokenized there, in batches on all cores; ``Tokens`` are taken as they are.
 
 from __future__ import annotations
 
+import itertools
 import keyword
 import math
 import traceback
@@ -148,6 +149,24 @@ class Example:
         return ("prompt" if keeps else "end",)
 
 
+@dataclass(slots=True)
+class TokenSequence:
+    """A sequence as it is stored."""
+
+    tokens: np.ndarray
+    """uint32 [n]"""
+    targets: np.ndarray
+    """bool [n]: True where the token is to be predicted; or float32, its weight."""
+    columns: Mapping[Column, np.ndarray] = field(default_factory=dict)
+    """Columns by token, if a task gave the sequence as tokens."""
+    notes: Mapping[str, int] = field(default_factory=dict)
+    """What is said of its rendering in the summary -> how often."""
+
+
+EncodedExample = tuple[Example, list[TokenSequence]]
+"""An example and the tokens of its sequences."""
+
+
 class Encoding(Protocol):
     """The interface of a task to data preparation; ``llmx.tasks.Task`` describes each part."""
 
@@ -247,11 +266,9 @@ class Schema:
             )
         return example
 
-    def arrays(
-        self, tokens: Tokens, *, vocab_size: int
-    ) -> tuple[np.ndarray, np.ndarray, dict[Column, np.ndarray]]:
-        """(ids uint32, targets, columns by token) of tokens of this vocabulary with the declared
-        columns. Targets are bool; where the schema has weights, float32."""
+    def sequence(self, tokens: Tokens, *, vocab_size: int) -> TokenSequence:
+        """The sequence of tokens of this vocabulary with the declared columns. Its targets are
+        bool; where the schema has weights, float32."""
         import numpy as np
 
         ids = np.asarray(tokens.ids)
@@ -280,28 +297,23 @@ class Schema:
             columns[name]: self.array(columns[name], values, len(ids))
             for name, values in tokens.columns.items()
         }
-        return ids.astype(np.uint32), targets, by_token
+        return TokenSequence(ids.astype(np.uint32), targets, by_token)
 
-    def values(
-        self,
-        examples: Sequence[Example],
-        lengths: Sequence[int] | np.ndarray,
-        by_token: Sequence[Mapping[Column, np.ndarray]],
-    ) -> dict[Column, np.ndarray]:
-        """The columns of examples, of whose sequences these are the lengths and the columns by
-        token; 0 where the task gave no tokens, for only it knows their values."""
+    def values(self, examples: Sequence[EncodedExample]) -> dict[Column, np.ndarray]:
+        """The columns of examples; by token 0 where the task gave no tokens, for only it knows
+        their values."""
         import numpy as np
 
         arrays: dict[Column, np.ndarray] = {}
         for column in self.per("token"):
-            parts = [np.zeros((0, *column.shape), column.numpy_dtype)]
-            for length, columns in zip(lengths, by_token, strict=True):
-                zeros = np.zeros((length, *column.shape), column.numpy_dtype)
-                parts.append(columns.get(column, zeros))
-            arrays[column] = np.concatenate(parts)
+            values = [np.zeros((0, *column.shape), column.numpy_dtype)]
+            for sequence in itertools.chain.from_iterable(parts for _, parts in examples):
+                zeros = np.zeros((len(sequence.tokens), *column.shape), column.numpy_dtype)
+                values.append(sequence.columns.get(column, zeros))
+            arrays[column] = np.concatenate(values)
         for column in self.per("sequence") + self.per("example"):
             of_column: list[Any] = []
-            for example in examples:
+            for example, _ in examples:
                 value, count = example.columns[column.name], len(example.sequences)
                 if column.per == "example":
                     of_column.append(value)

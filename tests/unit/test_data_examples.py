@@ -28,12 +28,13 @@ from llmx.data import (
     collate,
     held_out_prompts,
 )
+from llmx.data.examples import TokenSequence
 from llmx.data.split import DatasetSplit
 from llmx.data.store import build
 from llmx.data.store.build import fates_of
 from llmx.data.store.summary import print_samples, report, summary
 from llmx.data.tokenize import encoder as blocks
-from llmx.data.tokenize.conversations import Renderer, TokenSequence
+from llmx.data.tokenize.conversations import Renderer
 from llmx.data.tokenize.truncation import Fates, Truncation, shorter_prompts
 from llmx.errors import ConfigError, DataError
 from llmx.tasks import Task, prepare

@@ -17,12 +17,13 @@ import pytest
 
 from llmx.cli.generate import PromptLayout
 from llmx.data.eval_prompts import stop_token_ids
+from llmx.data.examples import TokenSequence
 from llmx.data.format.columns import Reading
 from llmx.data.format.formats import FORMATS
 from llmx.data.format.rows import Conversation, Message
 from llmx.data.format.templates import TEMPLATES
 from llmx.data.source.records import Record
-from llmx.data.tokenize.conversations import Renderer, TokenSequence
+from llmx.data.tokenize.conversations import Renderer
 from llmx.data.tokenize.documents import TextEncoder
 from llmx.errors import ConfigError, DataError
 from tests.chat_templates import OF_TRL, PUBLISHED

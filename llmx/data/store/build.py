@@ -211,12 +211,10 @@ def fates_of(
     encoder = ExampleEncoder(split, renderer, encoding, workers=1, proves=False)
     schema = Schema(encoding.columns, encoding.name)
     for batch, examples in encoder.encoded(rows):
-        parts = [part for _, sequences in examples for part in sequences]
-        lengths, columns = [len(part.tokens) for part in parts], [part.columns for part in parts]
-        schema.values([example for example, _ in examples], lengths, columns)  # as a store would
+        schema.values(examples)  # as a store would
         fates.add(batch.fates)
         rejected += [error.reason for error in batch.rejected]
-        num_tokens += sum(lengths)
+        num_tokens += sum(len(part.tokens) for _, parts in examples for part in parts)
     return {
         **vars(fates),
         "num_tokens": num_tokens,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,7 +96,7 @@ def of_sequences(examples: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, n
     return shift + np.arange(len(shift)), firsts
 
 
-def borders(sizes: np.ndarray) -> np.ndarray:
+def borders(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
     """The start of each of consecutive runs of these sizes, and the end of the last."""
     borders = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=borders[1:])

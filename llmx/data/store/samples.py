@@ -104,18 +104,16 @@ def in_memory(example: Example, schema: Schema, *, vocab_size: int) -> Sample:
             f"{', '.join(sorted(kinds))}."
         )
     parts = [
-        schema.arrays(sequence, vocab_size=vocab_size)
+        schema.sequence(sequence, vocab_size=vocab_size)
         for sequence in example.sequences
         if isinstance(sequence, Tokens)
     ]
-    lengths = [len(ids) for ids, _, _ in parts]
-    starts = np.cumsum([0, *lengths])[:-1].astype(np.int64)
-    targets = np.concatenate([values for _, values, _ in parts])
+    starts = borders([len(part.tokens) for part in parts])[:-1]
+    targets = np.concatenate([part.targets for part in parts])
     targets[starts] = 0  # nothing stands before the first token of a sequence
-    by_token = [token_columns for _, _, token_columns in parts]
-    columns = schema.values([example], lengths, by_token)
+    columns = schema.values([(example, parts)])
     return Sample(
-        tokens=np.concatenate([ids for ids, _, _ in parts]),
+        tokens=np.concatenate([part.tokens for part in parts]),
         targets=targets != 0,
         sequence_starts=starts,
         weights=targets if schema.weighted else None,

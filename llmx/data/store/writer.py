@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from llmx.data.examples import WEIGHT, Column, Schema
+from llmx.data.examples import WEIGHT, Column, EncodedExample, Schema
 from llmx.data.store.packing import PACKERS, borders, of_sequences
 from llmx.data.store.samples import save_index
-from llmx.data.tokenize.conversations import EncodedExample
 
 CHUNK_TOKENS = 1 << 20
 """Tokens whose targets are counted at once."""
@@ -63,10 +62,7 @@ class Writer:
         self._write("tokens", [sequence.tokens for sequence in sequences], np.uint32)
         self._write(self._targets, [sequence.targets for sequence in sequences], self._target_type)
         if self._schema.columns:
-            by_token = [sequence.columns for sequence in sequences]
-            of_examples = [example for example, _ in examples]
-            columns = self._schema.values(of_examples, lengths, by_token)
-            for column, values in columns.items():
+            for column, values in self._schema.values(examples).items():
                 self._write(column.name, [values], column.numpy_dtype)
         is_grouped = len(sequences) > len(examples)
         if is_grouped and not self._sizes:

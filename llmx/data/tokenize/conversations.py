@@ -15,14 +15,14 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llmx.data.examples import Column, Example
+from llmx.data.examples import TokenSequence
 from llmx.data.format.rendering import Rendering, Span, TemplateSpans
 from llmx.data.format.rows import Conversation, Message
 from llmx.data.format.templates import (
@@ -35,23 +35,6 @@ from llmx.data.format.templates import (
 from llmx.data.source.records import Where
 from llmx.data.tokenize.documents import TextEncoder, own_backend
 from llmx.errors import ConfigError
-
-
-@dataclass(slots=True)
-class TokenSequence:
-    """Tokens of one sequence. ``targets`` is True where the token is to be predicted; or float32,
-    its weight."""
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    columns: Mapping[Column, np.ndarray] = field(default_factory=dict)
-    """Columns by token, if a task gave the sequence as tokens."""
-    notes: Mapping[str, int] = field(default_factory=dict)
-    """What is said of its rendering in the summary -> how often."""
-
-
-EncodedExample = tuple[Example, list[TokenSequence]]
-"""An example and the tokens of its sequences."""
 
 
 class Renderer:

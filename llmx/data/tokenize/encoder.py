@@ -17,23 +17,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from llmx.data.examples import (
+    EncodedExample,
     Encoding,
     Example,
     ExampleSequence,
     Schema,
     Tokens,
+    TokenSequence,
     encoded,
     over_long_of,
 )
 from llmx.data.format.rows import Conversation
 from llmx.data.source.records import Document, RecordError, Row
 from llmx.data.split import DatasetSplit
-from llmx.data.tokenize.conversations import (
-    ConversationEncoder,
-    EncodedExample,
-    Renderer,
-    TokenSequence,
-)
+from llmx.data.tokenize.conversations import ConversationEncoder, Renderer
 from llmx.data.tokenize.documents import TextEncoder
 from llmx.data.tokenize.tokenizer import without_row
 from llmx.data.tokenize.truncation import Fates, Truncation
@@ -173,8 +170,7 @@ class ExampleEncoder:
     def _encode(self, batch: Batch) -> list[EncodedExample]:
         """The tokens of the examples of a batch, cut to ``data.seq_len``."""
         fates = batch.fates
-        pairs = zip(batch.examples, self._tokenized(batch.examples, batch), strict=True)
-        used = [(example, sequences) for example, sequences in pairs if sequences is not None]
+        used = self._tokenized(batch.examples, batch)
         splits = self._truncation.may_split([example for example, _ in used])
         fitted: list[EncodedExample] = []
         for example, sequences in used:
@@ -186,17 +182,20 @@ class ExampleEncoder:
             fitted += [(example, parts) for parts in pieces]
         return fitted
 
-    def _tokenized(self, examples: list[Example], batch: Batch) -> list[list[TokenSequence] | None]:
-        """The sequences of each example; None for one that is counted as dropped, or that the
+    def _tokenized(self, examples: list[Example], batch: Batch) -> list[EncodedExample]:
+        """The examples with their sequences, without those that are counted as dropped, or that the
         template refuses and ``data.on_bad_row`` skips."""
         fates = Fates()
         try:
             sequences = iter(self._sequences(examples))
-            parts = [[next(sequences) for _ in example.sequences] for example in examples]
-            self._check_rows(examples, parts)
-            fitted = [
-                self._truncation.with_shorter_prompt(example, tokens, fates)
-                for example, tokens in zip(examples, parts, strict=True)
+            tokenized = [
+                (example, [next(sequences) for _ in example.sequences]) for example in examples
+            ]
+            self._check_rows(tokenized)
+            used = [
+                (example, kept)
+                for example, tokens in tokenized
+                if (kept := self._truncation.with_shorter_prompt(example, tokens, fates))
             ]
         except DataError as error:
             if not self._skips:
@@ -206,22 +205,22 @@ class ExampleEncoder:
                     where, reason = examples[0].place, "the template refuses it"
                     error = RecordError(str(error), where=where, reason=reason)
                 batch.rejected.append(error)
-                return [None]
+                return []
         else:
             batch.fates.add(fates)
-            return fitted
+            return used
         middle = len(examples) // 2
         return [
             *self._tokenized(examples[:middle], batch),
             *self._tokenized(examples[middle:], batch),
         ]
 
-    def _check_rows(self, examples: list[Example], parts: list[list[TokenSequence]]) -> None:
+    def _check_rows(self, examples: list[EncodedExample]) -> None:
         """Raise RecordError for a token that the embedding of the model has no row for."""
         limit = self._num_embeddings
         if limit is None:
             return
-        for example, sequences in zip(examples, parts, strict=True):
+        for example, sequences in examples:
             for sequence in sequences:
                 if int(sequence.tokens.max(initial=0)) < limit:
                     continue
@@ -248,7 +247,7 @@ class ExampleEncoder:
             by_type[Document] = map(self._renderer.document, self._texts.ids(texts))
         size = self._num_embeddings or len(self._renderer.tokenizer)
         return [
-            TokenSequence(*self._schema.arrays(sequence, vocab_size=size))
+            self._schema.sequence(sequence, vocab_size=size)
             if isinstance(sequence, Tokens)
             else next(by_type[type(sequence)])
             for sequence in sequences

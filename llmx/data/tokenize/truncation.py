@@ -19,10 +19,10 @@ from itertools import pairwise
 import numpy as np
 
 from llmx.config import DataConfig
-from llmx.data.examples import Example, ExampleSequence
+from llmx.data.examples import Example, ExampleSequence, TokenSequence
 from llmx.data.format.rows import Conversation
 from llmx.data.source.records import Document
-from llmx.data.tokenize.conversations import Renderer, TokenSequence
+from llmx.data.tokenize.conversations import Renderer
 from llmx.errors import ConfigError, DataError
 
 LENGTH_STEP = 64
