@@ -126,30 +126,23 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
     return special | {token: index for token, index in pairs if index is not None}
 
 
-def opening_token(tokenizer: Any) -> int | None:
-    """The token that begins a text: the BOS token of a tokenizer that adds one by itself; [CLS] of
-    one that has neither BOS nor EOS token (BERT)."""
-    if adds_bos_token(tokenizer):
-        return int(tokenizer.bos_token_id)
-    if tokenizer.bos_token_id is not None or tokenizer.eos_token_id is not None:
-        return None
-    first = tokenizer("a")["input_ids"][:1]
-    return int(first[0]) if first == [tokenizer.cls_token_id] else None
+def enclosing_tokens(tokenizer: Any, *, verbatim: bool) -> tuple[list[int], list[int]]:
+    """The ids before and after each document.
 
-
-def closing_token(tokenizer: Any) -> int | None:
-    """The token that ends a text: EOS, or [SEP] of a tokenizer without one (BERT)."""
-    eos = tokenizer.eos_token_id
-    token_id = eos if eos is not None else getattr(tokenizer, "sep_token_id", None)
-    return None if token_id is None else int(token_id)
-
-
-def wrapping_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The ids that the tokenizer itself puts before and after a text: ``[CLS]`` and ``[SEP]``."""
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    Before it, the BOS token of a tokenizer that adds one by itself, or [CLS] of one that has
+    neither BOS nor EOS token (BERT); after it EOS, or [SEP] of a tokenizer without one.
+    ``verbatim``: exactly what the tokenizer itself puts there.
+    """
     wrapped = tokenizer("a")["input_ids"]
-    at = next(i for i in range(len(wrapped)) if wrapped[i : i + len(plain)] == plain)
-    return list(wrapped[:at]), list(wrapped[at + len(plain) :])
+    if verbatim:
+        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+        at = next(i for i in range(len(wrapped)) if wrapped[i : i + len(plain)] == plain)
+        return list(wrapped[:at]), list(wrapped[at + len(plain) :])
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    first = tokenizer.cls_token_id if bos is None and eos is None else bos
+    last = eos if eos is not None else getattr(tokenizer, "sep_token_id", None)
+    is_added = first is not None and wrapped[:1] == [first]
+    return [int(first)] if is_added else [], [] if last is None else [int(last)]
 
 
 def adds_bos_token(tokenizer: Any) -> bool:

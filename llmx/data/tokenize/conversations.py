@@ -27,10 +27,8 @@ from llmx.data.format.rendering import Rendering, Span, TemplateSpans
 from llmx.data.format.rows import Conversation, Message
 from llmx.data.format.templates import (
     choose_template,
-    closing_token,
-    opening_token,
+    enclosing_tokens,
     special_tokens,
-    wrapping_tokens,
 )
 from llmx.data.source.records import Where
 from llmx.data.tokenize.documents import TextEncoder, own_backend
@@ -70,12 +68,8 @@ class Renderer:
         self.loss_on = loss_on
         self.special = special_tokens(tokenizer)
         self.verbatim = verbatim
-        opening, closing = opening_token(tokenizer), closing_token(tokenizer)
-        self.bos: list[int] = [] if opening is None else [opening]
-        self.eos: list[int] = [] if closing is None else [closing]
-        """The tokens that end every document; ``bos`` begins it."""
-        if verbatim:
-            self.bos, self.eos = wrapping_tokens(tokenizer)
+        self.bos, self.eos = enclosing_tokens(tokenizer, verbatim=verbatim)
+        """The tokens that begin and end every document."""
         self._spans = TemplateSpans(
             tokenizer, name=self.template_name, template=self.template, special=self.special
         )
@@ -113,22 +107,17 @@ class Renderer:
 
     # Tokens
 
-    @functools.cached_property
-    def _document_ends(self) -> tuple[np.ndarray, np.ndarray]:
-        if not self.eos and not self.verbatim:
-            raise ConfigError(
-                f"The tokenizer of {self.tokenizer.name_or_path!r} has no EOS token to put "
-                "between documents. Set eos_token in its tokenizer_config.json."
-            )
-        return np.array(self.bos, np.uint32), np.array(self.eos, np.uint32)
-
     def document(self, ids: np.ndarray) -> TokenSequence:
         """A document of this text, of which every token is a target.
 
         Raises ConfigError where the tokenizer has no token to end it with.
         """
-        begin, end = self._document_ends
-        tokens = np.concatenate((begin, ids, end))
+        if not self.eos and not self.verbatim:
+            raise ConfigError(
+                f"The tokenizer of {self.tokenizer.name_or_path!r} has no EOS token to put "
+                "between documents. Set eos_token in its tokenizer_config.json."
+            )
+        tokens = np.concatenate((self.bos, ids, self.eos), dtype=np.uint32, casting="unsafe")
         return TokenSequence(tokens, np.ones(len(tokens), np.bool_))
 
     def sequences_of(
