@@ -117,9 +117,7 @@ class Observations:
         before = [Message("user", "q"), Message("assistant", "a")] * num_turns
         turns = (*before, *messages, Message("assistant", "b"))
         where = Where(Path("environment"), 1, "turn")
-        (sequence,) = self._renderer.sequences_of(
-            self._renderer.render([Conversation(turns, where)]), loss_on="assistant"
-        )
+        (sequence,) = self._renderer.conversations([Conversation(turns, where)])
         # The targets are the completions, each with the token that ends it.
         edges = np.flatnonzero(np.diff(np.concatenate([[0], sequence.targets, [0]])))
         starts, ends = edges[::2].tolist(), edges[1::2].tolist()

@@ -99,9 +99,11 @@ class Renderer:
         return [self._spans.render(conversation) for conversation in conversations]
 
     def prompt(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens before the last completion and those of it, as they are trained."""
+        """The tokens before the last completion and those of it, as they are trained. Not for
+        ``loss_on="all"``, which tells no completion from what is before it."""
         (rendering,) = self.render([conversation])
-        (sequence,) = self.sequences_of([replace(rendering, weights=())], loss_on="last")
+        last = replace(rendering, completions=rendering.completions[-1:], weights=())
+        (sequence,) = self.sequences_of([last])
         before = int(np.argmax(sequence.targets))
         return sequence.tokens[:before], sequence.tokens[before:]
 
@@ -120,34 +122,23 @@ class Renderer:
         tokens = np.concatenate((self.bos, ids, self.eos), dtype=np.uint32, casting="unsafe")
         return TokenSequence(tokens, np.ones(len(tokens), np.bool_))
 
-    def sequences_of(
-        self, renderings: list[Rendering], *, loss_on: str | None = None
-    ) -> list[TokenSequence]:
+    def sequences_of(self, renderings: list[Rendering]) -> list[TokenSequence]:
         """Token sequences of rendered conversations, by the tokenizer's own offsets."""
         texts = [rendering.text for rendering in renderings]
         encodings = self._backend.encode_batch(texts, add_special_tokens=False)
-        return [
-            self._sequence(rendering, encoding, loss_on=loss_on)
-            for rendering, encoding in zip(renderings, encodings, strict=True)
-        ]
+        return list(map(self._sequence, renderings, encodings))
 
     def sequence_of(
-        self,
-        tokens: np.ndarray,
-        completions: list[Span],
-        rendering: Rendering,
-        *,
-        loss_on: str | None = None,
+        self, tokens: np.ndarray, completions: list[Span], rendering: Rendering
     ) -> TokenSequence:
         """The tokens of a rendering as a sequence, in which each completion is tokens [first,
         last)."""
         weights, notes = rendering.weights, rendering.notes
-        loss_on = loss_on or self.loss_on
         targets = np.zeros(len(tokens), np.float32 if weights else np.bool_)
-        if loss_on == "all":
+        if self.loss_on == "all":
             targets[:] = 1
         learned = list(zip(completions, weights or [1.0] * len(completions), strict=True))
-        for (first, last), weight in learned[-1:] if loss_on == "last" else learned:
+        for (first, last), weight in learned[-1:] if self.loss_on == "last" else learned:
             targets[first:last] = weight
         if self.verbatim:
             return TokenSequence(tokens, targets, notes=notes)
@@ -167,9 +158,7 @@ class Renderer:
         """The tokenizer's library object, to which special tokens are the text that they are."""
         return own_backend(self.tokenizer, plain=True)
 
-    def _sequence(
-        self, rendering: Rendering, encoding: Any, *, loss_on: str | None
-    ) -> TokenSequence:
+    def _sequence(self, rendering: Rendering, encoding: Any) -> TokenSequence:
         ids, offsets = list(encoding.ids), list(encoding.offsets)
         if rendering.literal:
             ids, offsets = self._without_special(rendering.text, rendering.literal)
@@ -178,8 +167,7 @@ class Renderer:
         for start, stop in rendering.completions:
             first = bisect.bisect_right(stops, start)
             completions.append((first, bisect.bisect_left(starts, stop, lo=first)))
-        tokens = np.array(ids, np.uint32)
-        return self.sequence_of(tokens, completions, rendering, loss_on=loss_on)
+        return self.sequence_of(np.array(ids, np.uint32), completions, rendering)
 
     def _without_special(self, text: str, injected: Sequence[Span]) -> tuple[list[int], list[Span]]:
         ids: list[int] = []
