@@ -217,9 +217,9 @@ class Source:
             else:
                 yield record, row
 
-    def rows(self, bad: OnBad, *, meter: Meter | None = None) -> Iterator[Row | None]:
+    def rows(self, bad: OnBad) -> Iterator[Row | None]:
         """Every row to train on."""
-        return (row for _, row in self.records(bad, meter=meter, check=True))
+        return (row for _, row in self.records(bad, check=True))
 
 
 def no_rows(path: str, rejected: Sequence[RecordError] = ()) -> DataError:
