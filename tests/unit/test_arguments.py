@@ -105,7 +105,7 @@ def test_options_and_overrides_in_any_order(typed: str, line: tuple[object, ...]
 def test_the_words_of_a_command_are_sorted(tmp_path) -> None:
     words = parse("resume", ["zero=3", str(tmp_path), "step=4", "--config-dir", "."])
     assert (words.bare, words.overrides) == ([str(tmp_path)], ("zero=stage3",))
-    assert (words.step("step", least=0), words.flag("trust")) == (4, False)
+    assert (words.step("step"), words.flag("trust")) == (4, False)
     assert words.config_dirs == ["."]
     assert parse("export", ["x"]).step is None
     words = parse("doctor", ["--json", "hardware=cpu2"])

@@ -229,7 +229,7 @@ def cut(*sequences: Tokens, by: Any = "auto", limit: int = 10, **options: Any) -
         for one in sequences
     ]
     truncation = Truncation(config, RENDERER, splits=False)
-    left = truncation.fitted(Example(tuple(sequences), cut=by), whole, fates, splits=False)
+    left = truncation.fitted(Example(tuple(sequences), cut=by), whole, fates)
     assert fates.overflow.total() == (sum(len(one.tokens) for one in whole) > limit)
     if not left:
         return None, fates.dropped
@@ -476,6 +476,18 @@ class Anything(Task):
 
     def encode(self, row: Document | Conversation) -> Example:
         return Example.of(row)
+
+
+def test_a_long_document_beside_a_chat_is_split(tmp_path: Path) -> None:
+    rows = {"text": [{"text": "x" * 150}], "chat": [{"prompt": "q", "response": "y"}]}
+    sources = [
+        SourceConfig(path=str(write_rows(tmp_path / f"{name}.jsonl", of_source)))
+        for name, of_source in rows.items()
+    ]
+    exp = experiment(tmp_path, [], path="", form="auto", sources=sources)
+    exp.task.kind, exp.data.seq_len, exp.data.packing = "pretrain", 64, "best_fit"
+    meta = prepare(exp, TOKENIZER).meta
+    assert (meta["split_sequences"], meta["truncated"]) == (2, 0)
 
 
 @pytest.mark.parametrize("is_large", [False, True])

@@ -24,7 +24,7 @@ from llmx.data.store.samples import STORE_FORMAT
 from llmx.data.tokenize.conversations import Renderer
 from llmx.data.tokenize.tokenizer import tokenizer_fingerprint
 
-SAMPLES_VERSION = 1
+SAMPLES_VERSION = 2
 """Raised when other samples are made of the same rows. (The files of a store have a format of
 their own, ``store.STORE_FORMAT``, which leaves the samples and so the fingerprint as they are.)"""
 PREPARATION = f"{SAMPLES_VERSION}.{ROWS_VERSION}"

@@ -170,15 +170,13 @@ class ExampleEncoder:
     def _encode(self, batch: Batch) -> list[EncodedExample]:
         """The tokens of the examples of a batch, cut to ``data.seq_len``."""
         fates = batch.fates
-        used = self._tokenized(batch.examples, batch)
-        splits = self._truncation.may_split([example for example, _ in used])
         fitted: list[EncodedExample] = []
-        for example, sequences in used:
+        for example, sequences in self._tokenized(batch.examples, batch):
             for part, sequence in zip(example.sequences, sequences, strict=True):
                 if isinstance(part, Conversation):
                     fates.notes.update(sequence.notes)
                     fates.unanswered_turns += part.unanswered
-            pieces = self._truncation.fitted(example, sequences, fates, splits=splits)
+            pieces = self._truncation.fitted(example, sequences, fates)
             fitted += [(example, parts) for parts in pieces]
         return fitted
 

@@ -90,15 +90,6 @@ class Truncation:
                 "tokens. Set e.g. data.seq_len=512."
             )
 
-    def may_split(self, examples: list[Example]) -> bool:
-        """Whether all are single documents, of which the task has not said what may be cut."""
-        return self._splits and all(
-            len(example.sequences) == 1
-            and isinstance(example.sequences[0], Document)
-            and example.cut == "auto"
-            for example in examples
-        )
-
     def with_shorter_prompt(
         self, example: Example, sequences: list[TokenSequence], fates: Fates
     ) -> list[TokenSequence] | None:
@@ -126,10 +117,10 @@ class Truncation:
         return shortened[1]
 
     def fitted(
-        self, example: Example, sequences: list[TokenSequence], fates: Fates, *, splits: bool
+        self, example: Example, sequences: list[TokenSequence], fates: Fates
     ) -> list[list[TokenSequence]]:
         """What is stored of an example: its sequences, whole or cut; none where it is dropped; each
-        piece of a document for itself where it ``splits``."""
+        piece of a single document for itself, unless the task has said what may be cut of it."""
         if self._data.packing == "concat":
             if len(sequences) > 1:
                 raise ConfigError(
@@ -139,7 +130,8 @@ class Truncation:
                 )
             return [sequences]
         length = _length(sequences)
-        if splits and length > self._data.seq_len:
+        is_document = len(sequences) == 1 and isinstance(example.sequences[0], Document)
+        if self._splits and is_document and example.cut == "auto" and length > self._data.seq_len:
             pieces = self._pieces(sequences[0])
             fates.split_sequences += len(pieces) - 1
             return [[piece] for piece in pieces]
