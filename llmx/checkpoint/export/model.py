@@ -22,6 +22,7 @@ from torch import nn
 
 from llmx.checkpoint.export.weights import ShardWriter
 from llmx.checkpoint.state.engine_state import whole_tensor
+from llmx.checkpoint.tensors import SHARD_BYTES
 from llmx.models.adapter import Adapter
 from llmx.models.adapter_names import (
     CONFIG_FILE,
@@ -60,6 +61,7 @@ def export_model(
     directory: Path,
     dtype: torch.dtype,
     adapter: Adapter | None = None,
+    shard_bytes: int = SHARD_BYTES,
     files: Mapping[str, str] = NO_FILES,
 ) -> None:
     """Write ``directory`` for ``from_pretrained`` of the network's auto class
@@ -82,7 +84,7 @@ def export_model(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     if adapter is None:
-        shards = ShardWriter(partial)
+        shards = ShardWriter(partial, shard_bytes=shard_bytes)
         padded = config.get_text_config().vocab_size
         tensors = _as_files_have_it(model, vocab_size=vocab_size, padded=padded, writes=writes)
     else:
